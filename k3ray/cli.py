@@ -1,0 +1,5 @@
+"""The command line's entry."""
+
+
+def main() -> None:
+    """Run the k3ray command."""
