@@ -1,0 +1,30 @@
+"""Fixtures that every test folder shares: where the data of others lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with what others computed; a test that needs it is skipped where it is absent."""
+    path = ROOT.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip("../shared/data is not beside the project: this test compares with data that others computed")
+    return path
+
+
+@pytest.fixture(scope="session")
+def k3b_dir() -> Path:
+    """The golden checkpoint that travels with the tests (tests/data/k3b/README.md)."""
+    return ROOT / "tests" / "data" / "k3b"
+
+
+@pytest.fixture(scope="session")
+def k3a_dir(shared_data: Path) -> Path:
+    """The larger golden checkpoint, read in place."""
+    return shared_data / "golden" / "k3a"
