@@ -1,0 +1,126 @@
+"""The thin Ray faces of a LayerStage and an ExpertShard: they load, delegate, and report; nothing is decided here."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import pyarrow as pa
+import ray
+
+from k3ray.kernels.compile import compile_all
+from k3ray.workers.experts import ExpertStore
+from k3ray.workers.failure import Failure
+from k3ray.workers.loading import ShardSpec, StageSpec, load_shard, load_stage
+from k3ray.workers.shard import ExpertShard
+from k3ray.workers.stage import LayerStage
+
+Part = TypeVar("Part")
+
+
+class NotLoaded(Failure):
+    """An actor that was asked to work before it was loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReport:
+    """What runs in one actor's process."""
+
+    pid: int
+    versions: dict[str, str]
+    kernels_compiled: int
+    kernel_seconds: float
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that two processes must share to give the same bits."""
+    return {
+        "python": platform.python_version(),
+        "k3ray": version("k3ray"),
+        "ray": ray.__version__,
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+        "pyarrow": pa.__version__,
+    }
+
+
+class RayShardLink:
+    """An ExpertShardActor as a stage sees it."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def submit(self, request: pa.Buffer) -> Any:
+        """Send a request without waiting."""
+        return self._handle.apply.remote(request)
+
+    def collect(self, ticket: Any) -> pa.Buffer:
+        """Wait for the reply; a Failure in the shard is raised as it was there."""
+        try:
+            return ray.get(ticket)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+
+class LayerStageActor:
+    """A LayerStage in its own process."""
+
+    def __init__(self) -> None:
+        self._stage: LayerStage | None = None
+        self._store: ExpertStore | None = None
+
+    def load(self, spec: StageSpec, shards: Sequence[Any]) -> ProcessReport:
+        """Compile the kernels or take them from the cache, and load the stage; shards are actor handles."""
+        kernels = compile_all()
+        self._stage, self._store = load_stage(spec, [RayShardLink(handle) for handle in shards])
+        return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds)
+
+    def open_sequence(self, session: int, capacity: int) -> None:
+        """See LayerStage.open_sequence."""
+        _loaded(self._stage).open_sequence(session, capacity)
+
+    def close_sequence(self, session: int) -> None:
+        """See LayerStage.close_sequence."""
+        _loaded(self._stage).close_sequence(session)
+
+    def apply(self, message: pa.Buffer) -> pa.Buffer:
+        """See LayerStage.apply."""
+        return _loaded(self._stage).apply(message)
+
+    def damaged_met(self) -> list[tuple[int, int]]:
+        """See ExpertStore.damaged_met."""
+        return _loaded(self._store).damaged_met()
+
+
+class ExpertShardActor:
+    """An ExpertShard in its own process."""
+
+    def __init__(self) -> None:
+        self._shard: ExpertShard | None = None
+        self._store: ExpertStore | None = None
+
+    def load(self, spec: ShardSpec) -> ProcessReport:
+        """Compile the kernels or take them from the cache, and load the shard's experts."""
+        kernels = compile_all()
+        self._shard, self._store = load_shard(spec)
+        return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds)
+
+    def apply(self, message: pa.Buffer) -> pa.Buffer:
+        """See ExpertShard.apply."""
+        return _loaded(self._shard).apply(message)
+
+    def damaged_met(self) -> list[tuple[int, int]]:
+        """See ExpertStore.damaged_met."""
+        return _loaded(self._store).damaged_met()
+
+
+def _loaded(part: Part | None) -> Part:
+    if part is None:
+        raise NotLoaded("the actor was asked to work before load() finished: a failure while loading was not noticed")
+    return part

@@ -1,0 +1,102 @@
+"""From a description of a process's part of the model to that part, loaded: a LayerStage or an ExpertShard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3ray.workers.checkpoint.binding import Binding, bind
+from k3ray.workers.checkpoint.index import open_index
+from k3ray.workers.checkpoint.tensors import TensorReader
+
+from k3ray.kernels.threads import RowPool
+from k3ray.workers.expert_fanout import RemoteExperts, ShardLink, shard_of
+from k3ray.workers.experts import ExpertStore, LocalExperts
+from k3ray.workers.model.config import ModelConfig, read_config
+from k3ray.workers.model.embedding import Embedding
+from k3ray.workers.model.feed_forward import RoutedExperts
+from k3ray.workers.model.slice import Slice, SliceParts
+from k3ray.workers.model.weights import read_head, read_layer
+from k3ray.workers.shard import ExpertShard
+from k3ray.workers.stage import LayerStage
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSpec:
+    """Which model: its folder, its config when that lies elsewhere, and how many of its layers are run."""
+
+    model_dir: Path
+    config_path: Path | None
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One stage's part: layers first..stop-1 (zero-based), and the cores that its threads may use."""
+
+    checkpoint: CheckpointSpec
+    first: int
+    stop: int
+    threads: int
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """One shard's part: the experts that shard_of gives to number `shard` of num_shards, in every MoE layer."""
+
+    checkpoint: CheckpointSpec
+    shard: int
+    num_shards: int
+    threads: int
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened and bound checkpoint: every tensor of the text model is there, with the shape the config says."""
+
+    config: ModelConfig
+    binding: Binding
+    reader: TensorReader
+
+
+def open_checkpoint(spec: CheckpointSpec) -> Checkpoint:
+    """Read the config, open the index, bind every tensor; ConfigError or BindError before any weight is read."""
+    config = read_config(spec.config_path or spec.model_dir)
+    index = open_index(spec.model_dir)
+    binding = bind(config, index)
+    return Checkpoint(config.truncated(spec.num_layers), binding, TensorReader(index))
+
+
+def load_stage(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[LayerStage, ExpertStore]:
+    """Load a stage's layers; with no shards its routed experts too, into the returned store (else it stays empty)."""
+    checkpoint = open_checkpoint(spec.checkpoint)
+    config, binding, reader = checkpoint.config, checkpoint.binding, checkpoint.reader
+    pool = RowPool(spec.threads, spec.cores)
+    layers = tuple(read_layer(config, binding, reader, layer, pool) for layer in range(spec.first, spec.stop))
+    vocab = config.vocab_size
+    parts = SliceParts(
+        config,
+        layers,
+        embedding=Embedding(reader, binding.top["embed_tokens.weight"], vocab) if spec.first == 0 else None,
+        head=read_head(config, binding, reader, pool) if spec.stop == config.num_hidden_layers else None,
+    )
+    store = ExpertStore(config, pool)
+    experts: RoutedExperts = RemoteExperts(shards) if shards else LocalExperts(store)
+    if not shards:
+        mine = [layer for layer in range(spec.first, spec.stop) if config.is_moe(layer)]
+        store.load(binding, reader, ((layer, expert) for layer in mine for expert in range(config.num_experts)))
+    return LayerStage(Slice(parts, experts, pool)), store
+
+
+def load_shard(spec: ShardSpec) -> tuple[ExpertShard, ExpertStore]:
+    """Load a shard's experts of every MoE layer."""
+    checkpoint = open_checkpoint(spec.checkpoint)
+    config = checkpoint.config
+    store = ExpertStore(config, RowPool(spec.threads, spec.cores))
+    mine = [expert for expert in range(config.num_experts) if shard_of(expert, spec.num_shards) == spec.shard]
+    wanted = ((layer, expert) for layer in config.moe_layers for expert in mine)
+    store.load(checkpoint.binding, checkpoint.reader, wanted)
+    return ExpertShard(store), store

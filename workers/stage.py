@@ -1,0 +1,68 @@
+"""A LayerStage: a slice that answers messages, each exactly once.
+
+It does not know who sends the messages or how they travel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from k3ray.workers.failure import Failure
+from k3ray.workers.frames import ActivationFrame, LogitsFrame, decode_activations, encode_activations, encode_logits
+from k3ray.workers.model.slice import Slice
+
+
+class StepConflict(Failure):
+    """Two different frames under one step number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The last step that was applied, and what was answered to it."""
+
+    step: int
+    digest: bytes
+    answer: pa.Buffer
+
+
+class LayerStage:
+    """Applies a frame only at the position it expects; the frame it has just applied gets the recorded answer.
+
+    A frame for any other position is an error, never a silent second update (state.py, SequenceState.expect).
+    """
+
+    def __init__(self, layers: Slice) -> None:
+        self._slice = layers
+        self._answered: Answered | None = None
+
+    def open_sequence(self, session: int, capacity: int) -> None:
+        """Begin an empty sequence of at most capacity positions."""
+        self._slice.open_sequence(session, capacity)
+
+    def close_sequence(self, session: int) -> None:
+        """Forget a sequence."""
+        self._slice.close_sequence(session)
+
+    def apply(self, message: pa.Buffer) -> pa.Buffer:
+        """Return the next stage's frame, or the logits when this is the last stage.
+
+        Raises StepConflict for a second, different frame of the step just applied; SequenceFailure for a frame at
+        an unexpected position; NonFiniteActivation.
+        """
+        frame = decode_activations(message)
+        digest = hashlib.blake2b(memoryview(message), digest_size=16).digest()
+        if self._answered is not None and self._answered.step == frame.step:
+            if self._answered.digest == digest:
+                return self._answered.answer
+            raise StepConflict(f"step {frame.step} arrived twice with different contents: a second driver?")
+        moved = self._slice.forward(frame)
+        answer = self._logits(moved) if self._slice.has_head else encode_activations(moved)
+        self._answered = Answered(frame.step, digest, answer)
+        return answer
+
+    def _logits(self, moved: ActivationFrame) -> pa.Buffer:
+        wanted, logits = moved.wants_logits, self._slice.logits(moved)
+        return encode_logits(LogitsFrame(moved.step, moved.sessions[wanted], moved.positions[wanted], logits))
