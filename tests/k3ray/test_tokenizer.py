@@ -344,9 +344,10 @@ def test_bad_ranks(tmp_path: Path, edit: Any, message: str) -> None:
         ('{"added_tokens_decoder": {"²": {"content": "a"}}}', "expected a token id"),
         ('{"added_tokens_decoder": {"480": {"content": "b"}, "999999999": {"content": "a"}}}', "at most 65536"),
         (
-            '{"added_tokens_decoder": {"481": {"content": "a"}, "482": {"content": "a"}}}',
-            "481 and 482 are both named 'a'",
+            '{"added_tokens_decoder": {"480": {"content": "a"}, "482": {"content": "a"}}}',
+            "480 and 482 are both named 'a'",
         ),
+        ('{"added_tokens_decoder": {"481": {"content": "a"}}}', "begin at id 481, expected 480"),
         (
             '{"added_tokens_decoder": {"480": {"content": "<|reserved_token_481|>"}, "482": {"content": "a"}}}',
             "480 and 481 are both named",
