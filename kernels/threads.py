@@ -13,6 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 BLOCKS_PER_THREAD = 4  # enough for a thread with a busy neighbour to be overtaken, few enough to cost little
+SMALLEST_BLOCK_BYTES = 64 * 1024  # of weights: about six microseconds of memory, a few times what claiming costs
+
+
+def block_rows(rows: int, row_bytes: int, threads: int, multiple: int = 1) -> int:
+    """Rows of a block of work: enough blocks to share fairly, none so small that claiming it costs more than it does.
+
+    `row_bytes` is what a row brings from memory; the answer is a multiple of `multiple`.
+    """
+    fair = -(-rows // (BLOCKS_PER_THREAD * threads))
+    smallest = -(-SMALLEST_BLOCK_BYTES // max(1, row_bytes))
+    return -(-max(fair, smallest) // multiple) * multiple
 
 
 class _Task:
