@@ -6,6 +6,8 @@ MODEL.md and CHECKPOINT.md "Shapes". Shapes are row-major (out, in). Knows neith
 
 from __future__ import annotations
 
+import math
+
 from k3ray.workers.model.config import ModelConfig
 
 TensorType = tuple[str, tuple[int, ...]]  # (safetensors dtype, shape)
@@ -16,6 +18,7 @@ EXPERTS = "block_sparse_moe.experts."
 A_LOG = "self_attn.A_log"
 LM_HEAD = "lm_head.weight"
 EXPERT_MATRICES = ("w1", "w2", "w3")  # gate, down, up
+_BYTES = {"BF16": 2, "F32": 4, "U8": 1}
 MXFP4_GROUP = 32  # columns that share one scale byte
 
 
@@ -58,6 +61,12 @@ def top_tensors(config: ModelConfig) -> dict[str, TensorType]:
         "output_attn_res_proj.weight": ("BF16", (1, hidden)),
         LM_HEAD: ("BF16", (vocab, hidden)),
     }
+
+
+def nbytes(tensor: TensorType) -> int:
+    """Bytes of a tensor of the table."""
+    dtype, shape = tensor
+    return math.prod(shape) * _BYTES[dtype]
 
 
 def top_name(prefix: str, short: str) -> str:
@@ -118,7 +127,9 @@ def _moe_tensors(config: ModelConfig) -> dict[str, TensorType]:
     }
     if config.latent_moe_use_norm:
         tensors["block_sparse_moe.routed_expert_norm.weight"] = ("BF16", (latent,))
-    return tensors | _mlp("block_sparse_moe.shared_experts", hidden, config.shared_intermediate_size)
+    if config.num_shared_experts:
+        tensors |= _mlp("block_sparse_moe.shared_experts", hidden, config.shared_intermediate_size)
+    return tensors
 
 
 def _mlp(name: str, hidden: int, inner: int) -> dict[str, TensorType]:

@@ -113,7 +113,6 @@ _SIZES: tuple[tuple[str, str, bool, int], ...] = (
     ("v_head_dim", "v_head_dim", False, MAX_SIZE),
     ("num_experts", "num_experts", False, MAX_EXPERTS),
     ("num_experts_per_token", "num_experts_per_token", False, MAX_EXPERTS),
-    ("num_shared_experts", "num_shared_experts", False, MAX_EXPERTS),
     ("routed_expert_hidden_size", "routed_expert_hidden_size", False, MAX_SIZE),
     ("moe_intermediate_size", "moe_intermediate_size", False, MAX_SIZE),
 )
@@ -131,6 +130,7 @@ def read_config(path: Path) -> ModelConfig:
     values: dict[str, Any] = {name: document.whole(key, 1, high, kda=kda) for name, key, kda, high in _SIZES}
     layers = values["num_hidden_layers"]
     values["first_k_dense_replace"] = document.whole("first_k_dense_replace", 0, layers or MAX_LAYERS)
+    values["num_shared_experts"] = document.whole("num_shared_experts", 0, MAX_EXPERTS)
     values |= {name: document.real(key, 0.0) for name, key in _POSITIVE}
     values["gate_lower_bound"] = document.real("gate_lower_bound", -1e30, 0.0, kda=True)
     values |= {key: document.flag(key) for key in ("moe_renormalize", "latent_moe_use_norm")}

@@ -1,0 +1,71 @@
+"""Which files make up a checkpoint folder, and the stamp that tells whether any of them has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3ray.workers.checkpoint.index_file import find_index_file
+from k3ray.workers.checkpoint.index_table import Shard
+from k3ray.workers.failure import Failure
+
+SUFFIX = ".safetensors"
+PUBLISHED_SIZES = "shard_sizes.txt"
+
+
+class CheckpointError(Failure):
+    """A folder that is not a checkpoint, or not a whole one."""
+
+    def __init__(self, path: Path, found: str, expected: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: found {found}, expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFiles:
+    """The shards of a folder by name, the index file or None, and the stamp over every file's size, times and inode."""
+
+    directory: Path
+    shards: tuple[Shard, ...]
+    index_path: Path | None
+    stamp: str
+
+
+def list_shard_files(directory: Path) -> ShardFiles:
+    """Look at a checkpoint folder; raises CheckpointError when it is none or a file cannot be looked at."""
+    try:
+        directory = directory.resolve(strict=True)
+        names = sorted(entry.name for entry in os.scandir(directory) if not entry.is_dir())
+    except OSError as error:
+        expected = "a folder with a checkpoint's .safetensors files"
+        raise CheckpointError(directory, f"no folder that can be read ({error.strerror})", expected) from error
+    index_path = find_index_file(directory)
+    # a name with a leading dot is another program's (macOS leaves `._model...` beside every file)
+    chosen = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
+    digest = hashlib.blake2b(digest_size=16)
+    shards = []
+    for name in chosen + ([index_path.name] if index_path else []):
+        try:
+            stat = (directory / name).stat()
+        except OSError as error:
+            found = f"a file that cannot be looked at ({error.strerror})"
+            raise CheckpointError(directory / name, found, "a shard, or a link to one") from error
+        digest.update(repr((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)).encode())
+        if name in chosen:
+            shards.append(Shard(name, stat.st_size, stat.st_mtime_ns))
+    return ShardFiles(directory, tuple(shards), index_path, digest.hexdigest())
+
+
+def published_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of each shard from a `shard_sizes.txt` of lines `name bytes`; empty where there is no such file."""
+    path = directory / PUBLISHED_SIZES
+    sizes = {}
+    if path.is_file():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            words = line.split()
+            if len(words) != 2 or not words[1].isascii() or not words[1].isdigit():
+                raise CheckpointError(path, f"line {number}: {line[:80]!r}", "a shard's name and its bytes")
+            sizes[words[0]] = int(words[1])
+    return sizes
