@@ -71,7 +71,13 @@ def open_checkpoint(spec: CheckpointSpec) -> Checkpoint:
 
 
 def load_stage(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[LayerStage, ExpertStore]:
-    """Load a stage's layers; with no shards its routed experts too, into the returned store (else it stays empty)."""
+    """Load a stage and the store of the routed experts in its process, which is empty where shards hold them."""
+    layers, store = load_slice(spec, shards)
+    return LayerStage(layers), store
+
+
+def load_slice(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[Slice, ExpertStore]:
+    """Load a stage's layers; with no shards its routed experts too, into the returned store."""
     checkpoint = open_checkpoint(spec.checkpoint)
     config, binding, reader = checkpoint.config, checkpoint.binding, checkpoint.reader
     pool = RowPool(spec.threads, spec.cores)
@@ -88,7 +94,7 @@ def load_stage(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[LayerStage
     if not shards:
         mine = [layer for layer in range(spec.first, spec.stop) if config.is_moe(layer)]
         store.load(binding, reader, ((layer, expert) for layer in mine for expert in range(config.num_experts)))
-    return LayerStage(Slice(parts, experts, pool)), store
+    return Slice(parts, experts, pool), store
 
 
 def load_shard(spec: ShardSpec) -> tuple[ExpertShard, ExpertStore]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from k3ray.kernels.mxfp4 import NonFiniteInput
-from k3ray.kernels.norm import rmsnorm
 
 from k3ray.kernels import attnres, router
+from k3ray.kernels.norm import rmsnorm
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.failure import Failure
 from k3ray.workers.frames import ActivationFrame
@@ -67,6 +67,13 @@ class Slice:
         """Forget a sequence; closing an unknown one does nothing."""
         self._sequences.pop(session, None)
 
+    def sequence(self, session: int) -> SequenceState:
+        """Return an open sequence's state, for snapshots and proofs; SequenceFailure when it is not open."""
+        state = self._sequences.get(session)
+        if state is None:
+            raise SequenceFailure(f"session {session} is not open here: a step for it arrived after a loss or a close")
+        return state
+
     def forward(self, frame: ActivationFrame, observe: Observe = lambda name, layer, values: None) -> ActivationFrame:
         """Run every layer on the frame's tokens and return the frame with its new streams.
 
@@ -75,7 +82,7 @@ class Slice:
         """
         segments = [(session, slice(low, high)) for session, low, high in frame.segments()]
         for session, rows in segments:
-            self._expected(session).expect(session, int(frame.positions[rows.start]), rows.stop - rows.start)
+            self.sequence(session).expect(session, int(frame.positions[rows.start]), rows.stop - rows.start)
         try:
             prefix, blocks = self._enter(frame)
             for weights in self._parts.layers:
@@ -102,12 +109,6 @@ class Slice:
         logits = head.head.apply(normed)
         self._check("logits", layer, frame.positions[wanted], logits)
         return logits
-
-    def _expected(self, session: int) -> SequenceState:
-        state = self._sequences.get(session)
-        if state is None:
-            raise SequenceFailure(f"session {session} is not open here: a step for it arrived after a loss or a close")
-        return state
 
     def _enter(self, frame: ActivationFrame) -> tuple[Float32Array, Float32Array]:
         if self._parts.embedding is None:

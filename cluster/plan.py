@@ -1,0 +1,69 @@
+"""Which process gets which part of the model and which cores: a pure function of the model, the wishes and the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k3ray.workers.failure import Failure
+from k3ray.workers.loading import CheckpointSpec, ShardSpec, StageSpec
+
+
+class PlanFailure(Failure):
+    """Wishes that no placement can meet."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One host's placement: the stages in order and the expert shards (none: experts live inside the stages)."""
+
+    stages: tuple[StageSpec, ...]
+    shards: tuple[ShardSpec, ...]
+
+    @property
+    def num_processes(self) -> int:
+        """How many actors the plan starts."""
+        return len(self.stages) + len(self.shards)
+
+
+def make_plan(checkpoint: CheckpointSpec, num_stages: int, num_shards: int, threads: int, cores: Sequence[int]) -> Plan:
+    """Cut the layers into num_stages runs of nearly equal length and deal the threads out over all actors.
+
+    threads: of the whole host, shared out so that no core is promised twice while there is one for everybody; an
+    actor has at least one. Raises PlanFailure.
+    """
+    layers = checkpoint.num_layers
+    if not 1 <= num_stages <= layers:
+        raise PlanFailure(f"--stages: found {num_stages}, expected 1 to {layers}: a stage holds at least one layer")
+    if num_shards < 0:
+        raise PlanFailure(f"--expert-shards: found {num_shards}, expected 0 or more")
+    if threads < 1:
+        raise PlanFailure(f"--threads: found {threads}, expected 1 or more")
+    shares = share_threads(threads, num_stages + num_shards)
+    cores_of = share_cores(shares, cores)
+    cuts = [layers * stage // num_stages for stage in range(num_stages + 1)]
+    stages = tuple(
+        StageSpec(checkpoint, cuts[stage], cuts[stage + 1], shares[stage], cores_of[stage])
+        for stage in range(num_stages)
+    )
+    shards = tuple(
+        ShardSpec(checkpoint, shard, num_shards, shares[num_stages + shard], cores_of[num_stages + shard])
+        for shard in range(num_shards)
+    )
+    return Plan(stages, shards)
+
+
+def share_threads(threads: int, actors: int) -> list[int]:
+    """Return each actor's threads: their sum is `threads` when there are enough, else one each."""
+    return [max(1, threads // actors + (actor < threads % actors)) for actor in range(actors)]
+
+
+def share_cores(shares: Sequence[int], cores: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return each actor's cores, in turn around the host's; with more threads than cores some are shared."""
+    found, taken = [], 0
+    for share in shares:
+        found.append(tuple(cores[(taken + index) % len(cores)] for index in range(share)) if cores else ())
+        taken += share
+    return found

@@ -1,0 +1,1 @@
+"""One file a command: options in, the Python API called, results printed."""

@@ -1,0 +1,92 @@
+"""k3ray generate: the text to standard output as it comes, everything said about the run to standard error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from k3ray.api import Token, open_model
+from k3ray.commands.terminal import say
+from k3ray.files import check_writable, write_file
+from k3ray.prompt import check_gen, parse_ids
+from k3ray.report import Generation
+
+EXPERT_DAMAGED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """The command's options, as they were given."""
+
+    model_dir: Path | None
+    prompt: str | None
+    prompt_file: Path | None
+    ids: str | None
+    gen: int
+    tok: Path | None
+    config: Path | None
+    layers: int | None
+    stages: int
+    expert_shards: int
+    threads: int | None
+    incremental: bool
+    ignore_eos: bool
+    out: Path | None
+    dump_logits: Path | None
+
+
+def run(request: GenerateRequest) -> None:
+    """Check everything, start, stream, summarise, write; raises typer.Exit(4) when a damaged expert was used."""
+    check_gen(request.gen)
+    for option, path in (("--out", request.out), ("--dump-logits", request.dump_logits)):
+        if path is not None:
+            check_writable(path, option)
+    model = open_model(
+        request.model_dir,
+        config=request.config,
+        layers=request.layers,
+        stages=request.stages,
+        expert_shards=request.expert_shards,
+        threads=request.threads,
+        tok=request.tok,
+        say=say,
+    )
+    ids = parse_ids(request.ids) if request.ids is not None else None
+    prompt_ids = model.prompt_ids(request.prompt, request.prompt_file, ids)
+    with model:
+        generation = model.generate(
+            ids=prompt_ids,
+            gen=request.gen,
+            incremental=request.incremental,
+            ignore_eos=request.ignore_eos,
+            on_token=_show_text if model.tokenizer is not None else _show_id,
+        )
+    print(flush=True)
+    _write(request, generation)
+    if generation.damaged_experts:
+        experts = ", ".join(f"layer {layer} expert {expert}" for layer, expert in generation.damaged_experts)
+        say(f"damaged: NaN scale bytes in {experts}; their groups counted as zero, so this text is not the model's. "
+            "Fetch the shards of these experts again")  # fmt: skip
+        raise typer.Exit(EXPERT_DAMAGED)
+
+
+def _show_text(token: Token) -> None:
+    print(token.text, end="", flush=True)
+
+
+def _show_id(token: Token) -> None:
+    print(token.token_id, end=" ", flush=True)
+
+
+def _write(request: GenerateRequest, generation: Generation) -> None:
+    if request.out is not None:
+        text = json.dumps(generation.as_json(), indent=1, ensure_ascii=False)
+        write_file(request.out, text.encode("utf-8", "surrogatepass") + b"\n")
+        say(f"wrote {request.out}")
+    if request.dump_logits is not None:
+        write_file(request.dump_logits, generation.first_logits.astype("<f4").tobytes())
+        say(f"wrote {request.dump_logits}: {len(generation.first_logits)} float32")
+    say(generation.summary())

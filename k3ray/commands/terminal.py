@@ -1,0 +1,54 @@
+"""How commands speak: plain lines on standard error, so that standard output holds only what was asked for.
+
+On a terminal long work shows a bar; elsewhere it prints a line now and then.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def say(line: str) -> None:
+    """Print one line about the run."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """How far a long piece of work is, in bytes."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._bar: Any = None
+        self._task: Any = None
+        self._said = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(self._doing)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int, total: int) -> None:
+        """Say that `done` of `total` bytes are finished."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+        elif time.monotonic() - self._said > SECONDS_BETWEEN_LINES:
+            self._said = time.monotonic()
+            say(f"{self._doing}: {done / 1e9:.2f} of {total / 1e9:.2f} GB")

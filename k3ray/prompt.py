@@ -1,0 +1,66 @@
+"""What a user may give as a prompt: text, a file's bytes, or ids; checked before any work starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from k3ray.tokenizer import Tokenizer
+from k3ray.workers.failure import Failure
+
+MAX_PROMPT = 32_768
+MAX_GEN = 4_096
+_IDS = re.compile(r"[0-9]+")
+
+
+class PromptFailure(Failure):
+    """A prompt, or a number of tokens, that cannot be run."""
+
+    exit_code = 2
+
+
+def parse_ids(text: str) -> list[int]:
+    """Return the ids of "3,5,7"; blanks around an id are allowed, nothing else is."""
+    pieces = [piece.strip() for piece in text.split(",")]
+    for place, piece in enumerate(pieces, start=1):
+        if not _IDS.fullmatch(piece):
+            raise PromptFailure(f"--ids: item {place} is {piece!r}, expected whole numbers like 3,5,7")
+    return [int(piece) for piece in pieces]
+
+
+def read_prompt_file(path: Path) -> bytes:
+    """Return the file's bytes as they are."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PromptFailure(f"--prompt-file {path}: {error.strerror}; name a file that can be read") from None
+
+
+def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse an empty or too long prompt and ids outside the model's vocabulary; nothing is cut or wrapped."""
+    if not ids:
+        raise PromptFailure("the prompt is empty: give at least one token of text or one id")
+    if len(ids) > MAX_PROMPT:
+        raise PromptFailure(f"the prompt has {len(ids)} tokens, expected at most {MAX_PROMPT}; shorten it")
+    for place, token_id in enumerate(ids, start=1):
+        if not 0 <= token_id < vocab_size:
+            raise PromptFailure(
+                f"--ids: item {place} is {token_id}, expected 0 to {vocab_size - 1}, the model's vocabulary"
+            )
+
+
+def check_gen(gen: int) -> None:
+    """Refuse a number of tokens to generate outside 1..MAX_GEN."""
+    if not 1 <= gen <= MAX_GEN:
+        raise PromptFailure(f"--gen: found {gen}, expected 1 to {MAX_GEN}")
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer, or refuse text when there is no vocabulary."""
+    if tokenizer is None:
+        raise PromptFailure(
+            "a text prompt needs a vocabulary: this model's folder has no tiktoken.model. Name one with --tok or "
+            "K3_TOK_FILES, or give token ids with --ids"
+        )
+    return tokenizer

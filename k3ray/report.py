@@ -1,0 +1,70 @@
+"""What a run did, as records: for the terminal, for --out, and for callers of the Python API."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was asked for, defaults filled in. threads: of all processes together. layers: how many were run."""
+
+    stages: int
+    expert_shards: int
+    threads: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One finished generation.
+
+    text: None without a vocabulary. step_seconds: wall time of every token, the first with the prompt.
+    seconds_per_token: the mean of all steps but the first, or the first when there is only one. peak_memory_bytes:
+    measured, all processes, PSS. damaged_experts: (layer, expert) of experts with a NaN scale byte that were used.
+    first_logits: (vocab,) f32 of the first step.
+    """
+
+    model: str
+    ray: str
+    prompt_ids: list[int]
+    generated_ids: list[int]
+    text: str | None
+    stop_reason: str
+    layers: int
+    step_seconds: list[float]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    peak_memory_bytes: int
+    peak_memory_by_process: dict[str, int]
+    damaged_experts: list[tuple[int, int]]
+    first_logits: npt.NDArray[np.float32]
+
+    @property
+    def full_ids(self) -> list[int]:
+        """Prompt and generated ids."""
+        return self.prompt_ids + self.generated_ids
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds a generated token, the prompt's step left out where there is another."""
+        steps = self.step_seconds[1:] or self.step_seconds
+        return sum(steps) / len(steps)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what --out writes."""
+        record = {name: value for name, value in asdict(self).items() if name != "first_logits"}
+        return {**record, "full_ids": self.full_ids, "seconds_per_token": self.seconds_per_token}
+
+    def summary(self) -> str:
+        """Return the last line of a run."""
+        total, count = sum(self.step_seconds), len(self.generated_ids)
+        return (
+            f"done: {count} tokens in {total:.2f} s ({self.stop_reason}), {self.seconds_per_token:.3f} s/token after "
+            f"the first, prompt of {len(self.prompt_ids)} tokens and first token {self.step_seconds[0]:.2f} s, "
+            f"peak memory of all processes {self.peak_memory_bytes / 1e9:.2f} GB"
+        )

@@ -1,0 +1,40 @@
+"""The environment is understood or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from k3ray.environment import Environment, EnvironmentFailure, read_environment
+
+
+def test_unset_and_empty_are_none() -> None:
+    nothing = Environment(None, None, None, None)
+    assert read_environment({}) == nothing
+    assert (
+        read_environment(dict.fromkeys(["K3_MODEL_DIR", "K3_TOK_FILES", "OMP_NUM_THREADS", "RAY_ADDRESS"], ""))
+        == nothing
+    )
+
+
+def test_values(tmp_path: Path) -> None:
+    variables = {
+        "K3_MODEL_DIR": str(tmp_path),
+        "K3_TOK_FILES": str(tmp_path),
+        "OMP_NUM_THREADS": "3",
+        "RAY_ADDRESS": "a:1",
+    }
+    assert read_environment(variables) == Environment(tmp_path, tmp_path, 3, "a:1")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "2.0", "1,2", " 2", "٢", "99999"])
+def test_malformed_threads(text: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"OMP_NUM_THREADS=.*expected a number from 1 to 4096"):
+        read_environment({"OMP_NUM_THREADS": text})
+
+
+@pytest.mark.parametrize("name", ["K3_MODEL_DIR", "K3_TOK_FILES"])
+def test_paths_must_exist(name: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=f"{name}=/nowhere/at/all: there is no such file"):
+        read_environment({name: "/nowhere/at/all"})

@@ -1,0 +1,80 @@
+"""Stages and shards in one process behind the same messages: for proofs and tests that need no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import pyarrow as pa
+
+from k3ray.workers.expert_fanout import ShardLink
+from k3ray.workers.experts import ExpertStore
+from k3ray.workers.loading import ShardSpec, StageSpec, load_shard, load_stage
+from k3ray.workers.shard import ExpertShard
+from k3ray.workers.stage import LayerStage
+
+
+class InProcessShard:
+    """A shard as its askers see it, answering when it is asked to."""
+
+    def __init__(self, shard: ExpertShard) -> None:
+        self._shard = shard
+
+    def submit(self, request: pa.Buffer) -> pa.Buffer:
+        """Keep the request; nothing is computed yet."""
+        return request
+
+    def collect(self, ticket: pa.Buffer) -> pa.Buffer:
+        """Compute the reply."""
+        return self._shard.apply(ticket)
+
+
+class InProcessChain:
+    """The stages of one model, one after the other in the caller's thread."""
+
+    def __init__(self, stages: Sequence[LayerStage], stores: Sequence[ExpertStore]) -> None:
+        self._stages = stages
+        self._stores = stores
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages a frame passes."""
+        return len(self._stages)
+
+    def open_sequence(self, session: int, capacity: int) -> None:
+        """Begin an empty sequence in every stage."""
+        for stage in self._stages:
+            stage.open_sequence(session, capacity)
+
+    def close_sequence(self, session: int) -> None:
+        """Forget a sequence in every stage."""
+        for stage in self._stages:
+            stage.close_sequence(session)
+
+    def submit(self, message: pa.Buffer) -> Future[pa.Buffer]:
+        """Run the frame through the stages at once; the result, or the failure, is kept for collect."""
+        answer: Future[pa.Buffer] = Future()
+        try:
+            for stage in self._stages:
+                message = stage.apply(message)
+            answer.set_result(message)
+        except Exception as error:  # noqa: BLE001 - kept for collect, which raises it
+            answer.set_exception(error)
+        return answer
+
+    def collect(self, ticket: Future[pa.Buffer]) -> pa.Buffer:
+        """Return the last stage's answer, or raise what failed."""
+        return ticket.result()
+
+    def damaged_met(self) -> list[tuple[int, int]]:
+        """Return (layer, expert) of every damaged expert used so far."""
+        return sorted({met for store in self._stores for met in store.damaged_met()})
+
+
+def start_in_process(stages: Sequence[StageSpec], shards: Sequence[ShardSpec]) -> InProcessChain:
+    """Load every stage and shard into this process."""
+    loaded_shards = [load_shard(spec) for spec in shards]
+    links: list[ShardLink] = [InProcessShard(shard) for shard, _ in loaded_shards]
+    loaded_stages = [load_stage(spec, links) for spec in stages]
+    stores = [store for _, store in [*loaded_shards, *loaded_stages]]
+    return InProcessChain([stage for stage, _ in loaded_stages], stores)
