@@ -156,8 +156,8 @@ def _observations(
         entry = index.find(binding.layer_tensors(config.kda_layers[0])[shapes.A_LOG])
         if entry is not None and entry.shape != (config.kda_num_heads,):
             found.append(
-                f"A_log is stored {list(entry.shape)} for {config.kda_num_heads} heads (the config says heads, the code "
-                "reads one value a head, the checkpoint pads): entries after the heads must be zero."
+                f"A_log is stored {list(entry.shape)} for {config.kda_num_heads} heads (the config gives heads, the "
+                "code reads one value a head, the checkpoint pads): entries after the heads must be zero."
             )
     if tensor_bytes is not None and index.stated_bytes not in (None, tensor_bytes):
         found.append(f"The index file states {index.stated_bytes} bytes of tensors, the shards hold {tensor_bytes}.")

@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,8 @@ def parse_header(text: bytes, path: Path, file_bytes: int, data_start: int) -> S
         raise HeaderError(path, None, f"a header that begins with {text[:1]!r}", "a JSON object's {")
     names, entries = decode_entries(text, path)
     kinds, kind_ids = _intern_kinds(names, entries, path)
-    offsets = np.array([entry.data_offsets for entry in entries], dtype=np.int64).reshape(-1, 2)
+    flat = chain.from_iterable(entry.data_offsets for entry in entries)
+    offsets = np.fromiter(flat, dtype=np.int64, count=2 * len(entries)).reshape(-1, 2)
     _check_spans(names, kinds, kind_ids, offsets, path)
     _check_tiling(names, offsets, path, file_bytes - data_start)
     digest = hashlib.blake2b(text, digest_size=16).hexdigest()
@@ -103,31 +105,41 @@ def _intern_kinds(
 
     A dtype this reader does not know has no size to check: its span is taken as stated, and it cannot be bound.
     """
-    numbers: dict[tuple[str, tuple[int, ...], int], int] = {}
-    kinds: list[TensorKind] = []
-    ids = np.empty(len(entries), dtype=np.uint32)
-    for row, entry in enumerate(entries):
-        begin, end = entry.data_offsets
-        stated = -1 if entry.dtype in DTYPE_BITS else end - begin
-        key = (entry.dtype, entry.shape, stated)
-        number = numbers.get(key)
-        if number is None:
-            number = numbers[key] = len(kinds)
-            nbytes = max(stated, 0) if entry.dtype not in DTYPE_BITS else _nbytes(names[row], entry, path)
-            kinds.append(TensorKind(entry.dtype, entry.shape, nbytes))
-        ids[row] = number
+    types = [(entry.dtype, entry.shape, -1) for entry in entries]
+    numbers = dict.fromkeys(types)
+    if any(dtype not in DTYPE_BITS for dtype, _, _ in numbers):
+        for row, entry in enumerate(entries):
+            if entry.dtype not in DTYPE_BITS:
+                types[row] = (entry.dtype, entry.shape, max(entry.data_offsets[1] - entry.data_offsets[0], 0))
+        numbers = dict.fromkeys(types)
+    order = {kind: number for number, kind in enumerate(numbers)}
+    ids = np.fromiter(map(order.__getitem__, types), dtype=np.uint32, count=len(types))
+    kinds = []
+    for number, (dtype, shape, stated) in enumerate(order):
+        try:
+            kinds.append(TensorKind(dtype, shape, stated if stated >= 0 else _nbytes(dtype, shape)))
+        except _ImpossibleSize as error:
+            raise HeaderError(path, names[int(np.argmax(ids == number))], error.found, error.expected) from error
     return tuple(kinds), ids
 
 
-def _nbytes(name: str, entry: Entry, path: Path) -> int:
-    if len(entry.shape) > MAX_DIMENSIONS:
-        raise HeaderError(path, name, f"{len(entry.shape)} dimensions", f"at most {MAX_DIMENSIONS}")
-    bits = math.prod(entry.shape) * DTYPE_BITS[entry.dtype]
-    stated = f"shape {list(entry.shape)} of {entry.dtype}"
+class _ImpossibleSize(Exception):
+    """A shape that no tensor can have."""
+
+    def __init__(self, found: str, expected: str) -> None:
+        super().__init__(found)
+        self.found = found
+        self.expected = expected
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    if len(shape) > MAX_DIMENSIONS:
+        raise _ImpossibleSize(f"{len(shape)} dimensions", f"at most {MAX_DIMENSIONS}")
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits > 8 * MAX_INTEGER:
-        raise HeaderError(path, name, f"{stated}, more than 2^63 bytes", "a size that a file can have")
+        raise _ImpossibleSize(f"shape {list(shape)} of {dtype}, more than 2^63 bytes", "a size that a file can have")
     if bits % 8:
-        raise HeaderError(path, name, f"{stated}, {bits} bits", "a whole number of bytes")
+        raise _ImpossibleSize(f"shape {list(shape)} of {dtype}, {bits} bits", "a whole number of bytes")
     return bits // 8
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from k3ray.workers.checkpoint.shard_files import CheckpointError, ShardFiles, pu
 from k3ray.workers.failure import Failure
 
 MAX_LISTED = 20
+_CHUNK = 1 << 16  # names turned into keys at a time, which bounds the temporaries
 
 
 class DuplicateTensor(Failure):
@@ -41,11 +43,12 @@ class _Part:
 
 def build_index(files: ShardFiles) -> TensorIndex:
     """Index every shard of a checkpoint; raises HeaderError, DuplicateTensor, IndexFileError or CheckpointError."""
-    names = NameTable()
     stated = None
     if files.index_path is not None:
-        stated = read_index_file(files.index_path, names)
+        stated = read_index_file(files.index_path)
         _check_present(stated, files)
+    closing = _Closing(stated.places if stated else {})
+    names = NameTable()
     kinds: dict[TensorKind, int] = {}
     digest = hashlib.blake2b(digest_size=16)
     parts = []
@@ -53,11 +56,11 @@ def build_index(files: ShardFiles) -> TensorIndex:
         header = read_header(files.directory / shard.name)
         digest.update(repr((shard.name, header.file_bytes, header.digest)).encode())
         parts.append(_read_part(header, names, kinds))
+        if stated is not None:
+            closing.compare(shard.name, header.names)
     columns = _sorted_columns(parts)
     _check_unique(columns, names, files)
-    if stated is not None:
-        _close(stated, columns, names, files)
-    return TensorIndex(
+    index = TensorIndex(
         directory=files.directory,
         shards=files.shards,
         kinds=tuple(kinds),
@@ -67,6 +70,9 @@ def build_index(files: ShardFiles) -> TensorIndex:
         index_file=files.index_path.name if files.index_path else None,
         stated_bytes=stated.stated_bytes if stated else None,
     )
+    if stated is not None:
+        closing.refuse_differences(stated.path, index)
+    return index
 
 
 def build_names(directory: Path, path: Path) -> TensorIndex:
@@ -74,20 +80,23 @@ def build_names(directory: Path, path: Path) -> TensorIndex:
 
     Shard sizes come from a published list (shard_sizes.txt) beside it, or are 0.
     """
-    names = NameTable()
-    stated = read_index_file(path, names)
-    if not len(stated.keys):
+    stated = read_index_file(path)
+    if not stated.places:
         raise CheckpointError(path, "an index without a tensor", "the index of a checkpoint")
-    order = np.argsort(stated.keys, kind="stable")
-    sizes = published_sizes(directory)
-    by_name = np.argsort(np.array(stated.shard_names))
-    rank = np.empty(len(by_name), dtype=np.uint32)
-    rank[by_name] = np.arange(len(by_name), dtype=np.uint32)
-    nothing = np.zeros(len(order), dtype=np.int64)
+    names = NameTable()
+    tensors = list(stated.places)
+    keys = np.concatenate([names.add(tensors[low : low + _CHUNK]) for low in range(0, len(tensors), _CHUNK)])
+    numbers = {name: number for number, name in enumerate(stated.shard_names)}
+    shard_ids = np.fromiter(map(numbers.__getitem__, stated.places.values()), dtype=np.uint32, count=len(tensors))
+    order = np.argsort(keys, kind="stable")
     columns = IndexColumns(
-        stated.keys[order], nothing, rank[stated.shard_ids[order]], np.zeros(len(order), dtype=np.uint32)
+        keys[order],
+        np.zeros(len(order), dtype=np.int64),
+        shard_ids[order],
+        np.zeros(len(order), dtype=np.uint32),
     )
-    shards = tuple(Shard(name, sizes.get(name, 0), 0) for name in sorted(stated.shard_names))
+    sizes = published_sizes(directory)
+    shards = tuple(Shard(name, sizes.get(name, 0), 0) for name in stated.shard_names)
     return TensorIndex(directory, shards, (), names, columns, "", path.name, stated.stated_bytes, has_shapes=False)
 
 
@@ -126,38 +135,43 @@ def _check_present(stated: IndexFile, files: ShardFiles) -> None:
         raise CheckpointError(stated.path, found, "all of them in this folder: finish the download")
 
 
-def _close(stated: IndexFile, columns: IndexColumns, names: NameTable, files: ShardFiles) -> None:
-    """Refuse an index file that names other tensors than the headers, or places one in another shard."""
-    numbers = {shard.name: number for number, shard in enumerate(files.shards)}
-    place = np.array([numbers[name] for name in stated.shard_names], dtype=np.uint32)
-    order = np.argsort(stated.keys, kind="stable")
-    keys = stated.keys[order]
-    shard_ids = place[stated.shard_ids[order]] if len(order) else np.empty(0, dtype=np.uint32)
-    if np.array_equal(keys, columns.keys) and np.array_equal(shard_ids, columns.shard_ids):
-        return
-    absent = ~np.isin(keys, columns.keys)
-    unnamed = ~np.isin(columns.keys, keys)
-    both, here, there = keys[~absent], shard_ids[~absent], columns.shard_ids[~unnamed]
-    moved = here != there
-    shards = [shard.name for shard in files.shards]
-    rows = (
-        [
-            (key, f"is not in {shards[shard]}, where the index places it")
-            for key, shard in _first(keys, shard_ids, absent)
-        ]
-        + [
-            (key, f"is in {shards[shard]} and not in the index")
-            for key, shard in _first(columns.keys, columns.shard_ids, unnamed)
-        ]
-        + [(key, f"is in {shards[shard]}, the index says another shard") for key, shard in _first(both, there, moved)]
-    )
-    count = int(absent.sum()) + int(unnamed.sum()) + int(moved.sum())
-    listed = "".join(f"\n  {show_name(names.name(key))} {what}" for key, what in rows[:MAX_LISTED])
-    more = f"\n  and {count - MAX_LISTED} more" if count > MAX_LISTED else ""
-    raise IndexFileError(stated.path, f"{count} tensors unlike the shards:{listed}{more}\n ", "what the shards hold")
+class _Closing:
+    """Compares the index file's tensors with the headers', a shard at a time, and keeps the first differences."""
 
+    def __init__(self, places: dict[str, str]) -> None:
+        self._places = places
+        self._named = 0  # tensors of the headers that the index file names, in this shard or another
+        self._problems: list[str] = []
+        self._count = 0
 
-def _first(keys: Keys, shard_ids: npt.NDArray[np.uint32], chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """(key, shard) of the first few chosen rows."""
-    rows = np.flatnonzero(chosen)[:MAX_LISTED]
-    return list(zip(keys[rows].tolist(), shard_ids[rows].tolist(), strict=True))
+    def compare(self, shard: str, names: list[str]) -> None:
+        """Compare one shard's tensors with what the index file says of them."""
+        places = list(map(self._places.get, names))
+        if places.count(shard) == len(names):
+            self._named += len(names)
+            return
+        for name, place in zip(names, places, strict=True):
+            self._named += place is not None
+            if place is None:
+                self._note(f"{show_name(name)} is in {shard} and not in the index")
+            elif place != shard:
+                self._note(f"{show_name(name)} is in {shard}, the index says {place}")
+
+    def refuse_differences(self, path: Path, index: TensorIndex) -> None:
+        """Raise IndexFileError when the two do not name the same tensors in the same shards."""
+        absent = len(self._places) - self._named
+        if absent:
+            missing = (item for item in self._places.items() if index.row(item[0]) is None)
+            for name, place in islice(missing, MAX_LISTED):
+                self._note(f"{show_name(name)} is not in {place}, where the index places it, nor in another shard")
+            self._count += max(absent - MAX_LISTED, 0)
+        if self._count:
+            listed = "".join(f"\n  {problem}" for problem in self._problems)
+            more = f"\n  and {self._count - MAX_LISTED} more" if self._count > MAX_LISTED else ""
+            found = f"{self._count} tensors unlike the shards:{listed}{more}\n "
+            raise IndexFileError(path, found, "what the shards hold")
+
+    def _note(self, problem: str) -> None:
+        self._count += 1
+        if len(self._problems) < MAX_LISTED:
+            self._problems.append(problem)

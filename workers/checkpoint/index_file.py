@@ -13,16 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 
-from k3ray.workers.checkpoint.names import Keys, NameTable
+from k3ray.workers.checkpoint.header_json import count_quotes
 from k3ray.workers.failure import Failure
 
 NAMES = ("model.safetensors.index.json", "model.safetensors.index.json.gz")
 MAX_BYTES = 1 << 30  # unpacked; the released one has 51 MB
-_CHUNK = 1 << 16  # names turned into keys at a time, which bounds the temporaries
 _ADVICE = "Fetch the index again, or remove it: without one every *.safetensors file of the folder is read."
 
 
@@ -36,11 +32,13 @@ class IndexFileError(Failure):
 
 @dataclass(frozen=True, slots=True)
 class IndexFile:
-    """keys, shard_ids (into shard_names): (tensors,) in the file's order. stated_bytes: its total_size."""
+    """The shard's name of each tensor's name, as the file states it. stated_bytes: its total_size.
+
+    Its strings live only while an index is made.
+    """
 
     path: Path
-    keys: Keys
-    shard_ids: npt.NDArray[np.int64]
+    places: dict[str, str]
     shard_names: tuple[str, ...]
     stated_bytes: int | None
 
@@ -61,40 +59,29 @@ def find_index_file(directory: Path) -> Path | None:
     return found[0] if found else None
 
 
-def read_index_file(path: Path, names: NameTable) -> IndexFile:
-    """Read the index, adding its templates to `names`; raises IndexFileError."""
+def read_index_file(path: Path) -> IndexFile:
+    """Read the index; raises IndexFileError."""
     data = _read_bytes(path)
     try:
         document = msgspec.json.decode(data, type=_Document)
-        mapping = _decode_map(bytes(document.weight_map), path)
+        places = _decode_map(bytes(document.weight_map), path)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         expected = "a JSON object whose weight_map gives each tensor's shard"
         raise IndexFileError(path, f"a content that cannot be read ({error})", expected) from error
-    del data
-    shards = pa.array(list(mapping.values()), type=pa.string()).dictionary_encode()
-    tensors = list(mapping)
-    del mapping
-    keys = [names.add(tensors[low : low + _CHUNK]) for low in range(0, len(tensors), _CHUNK)]
-    shard_names = tuple(shards.dictionary.to_pylist())
+    shard_names = tuple(sorted(set(places.values())))
     for name in shard_names:
         if Path(name).name != name or not name.endswith(".safetensors") or name.startswith("."):
             raise IndexFileError(
                 path, f"the shard name {json.dumps(name)}", "the name of a .safetensors file beside it"
             )
     stated = (document.metadata or {}).get("total_size")
-    return IndexFile(
-        path,
-        np.concatenate(keys) if keys else np.empty(0, dtype=np.uint64),
-        shards.indices.to_numpy().astype(np.int64),
-        shard_names,
-        stated if type(stated) is int else None,
-    )
+    return IndexFile(path, places, shard_names, stated if type(stated) is int else None)
 
 
 def _decode_map(raw: bytes, path: Path) -> dict[str, str]:
     """The weight map; a name that occurs twice is refused (without a backslash, each entry has four quotes)."""
     mapping = _MAP.decode(raw)
-    if b"\\" not in raw and raw.count(b'"') == 4 * len(mapping):
+    if b"\\" not in raw and count_quotes(raw) == 4 * len(mapping):
         return mapping
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
