@@ -1,11 +1,12 @@
-"""Where the model lies that travels inside the package: small, random, with every kind of layer (embedded/README.md)."""
+"""Where the model lies that travels inside the package: small, random, every kind of layer (embedded/README.md)."""
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 
 from k3ray.workers.failure import Failure
+
+PACKAGE = Path(__file__).resolve().parent
 
 
 class EmbeddedModelError(Failure):
@@ -16,7 +17,8 @@ class EmbeddedModelError(Failure):
 
 def embedded_model_dir() -> Path:
     """The directory of the embedded model, to be used like any downloaded one. Raises EmbeddedModelError."""
-    folder = Path(str(files("k3ray").joinpath("embedded")))
+    # Beside this file, rather than through importlib.resources: the checkpoint's readers need a real directory anyway.
+    folder = PACKAGE / "embedded"
     if not (folder / "config.json").is_file():
         raise EmbeddedModelError(
             f"{folder}: the embedded model is not there; install k3ray again from a complete wheel or checkout "
