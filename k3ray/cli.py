@@ -78,13 +78,12 @@ def generate(
 @app.command(epilog="Example: k3ray inspect /models/kimi-k3 --json")
 def inspect(
     model_dir: ModelDir = None,
-    config: Config = None,
     json: Annotated[bool, typer.Option("--json", help="Print the census as JSON.")] = False,
 ) -> None:
     """Print a checkpoint's census: its tensors by kind, what the text model binds and what is left."""
     from k3ray.commands.inspect import run
 
-    run(model_dir, config, json)
+    run(model_dir, json)
 
 
 @app.command(epilog="Example: k3ray selfcheck")

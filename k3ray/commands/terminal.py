@@ -51,4 +51,12 @@ class Progress:
             self._bar.update(self._task, completed=done, total=total)
         elif time.monotonic() - self._said > SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
-            say(f"{self._doing}: {done / 1e9:.2f} of {total / 1e9:.2f} GB")
+            say(f"{self._doing}: {decimal_size(done)} of {decimal_size(total)}")
+
+
+def decimal_size(count: int) -> str:
+    """Return a number of bytes in decimal units, with three decimals from a kilobyte on."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:,.3f} {unit}"
+    return f"{count} B"
