@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from k3ray.workers.checkpoint.header import ShardHeader, TensorKind, read_header
 from k3ray.workers.checkpoint.header_json import show_name
@@ -47,17 +48,18 @@ def build_index(files: ShardFiles) -> TensorIndex:
     if files.index_path is not None:
         stated = read_index_file(files.index_path)
         _check_present(stated, files)
-    closing = _Closing(stated.places if stated else {})
     names = NameTable()
     kinds: dict[TensorKind, int] = {}
     digest = hashlib.blake2b(digest_size=16)
     parts = []
+    closed = 0
     for shard in files.shards:
         header = read_header(files.directory / shard.name)
         digest.update(repr((shard.name, header.file_bytes, header.digest)).encode())
-        parts.append(_read_part(header, names, kinds))
+        tensors = pa.array(header.names, type=pa.large_string())
+        parts.append(_read_part(header, tensors, names, kinds))
         if stated is not None:
-            closing.compare(shard.name, header.names)
+            closed += _closes(tensors, stated.names_in(shard.name))
     columns = _sorted_columns(parts)
     _check_unique(columns, names, files)
     index = TensorIndex(
@@ -70,8 +72,8 @@ def build_index(files: ShardFiles) -> TensorIndex:
         index_file=files.index_path.name if files.index_path else None,
         stated_bytes=stated.stated_bytes if stated else None,
     )
-    if stated is not None:
-        closing.refuse_differences(stated.path, index)
+    if stated is not None and closed < len(files.shards):
+        raise IndexFileError(stated.path, _differences(stated, index), "what the shards hold")
     return index
 
 
@@ -81,29 +83,29 @@ def build_names(directory: Path, path: Path) -> TensorIndex:
     Shard sizes come from a published list (shard_sizes.txt) beside it, or are 0.
     """
     stated = read_index_file(path)
-    if not stated.places:
+    if not len(stated.names):
         raise CheckpointError(path, "an index without a tensor", "the index of a checkpoint")
     names = NameTable()
-    tensors = list(stated.places)
-    keys = np.concatenate([names.add(tensors[low : low + _CHUNK]) for low in range(0, len(tensors), _CHUNK)])
-    numbers = {name: number for number, name in enumerate(stated.shard_names)}
-    shard_ids = np.fromiter(map(numbers.__getitem__, stated.places.values()), dtype=np.uint32, count=len(tensors))
+    chunks = [names.add(stated.names.slice(low, _CHUNK)) for low in range(0, len(stated.names), _CHUNK)]
+    keys = np.concatenate(chunks)
     order = np.argsort(keys, kind="stable")
-    columns = IndexColumns(
-        keys[order],
-        np.zeros(len(order), dtype=np.int64),
-        shard_ids[order],
-        np.zeros(len(order), dtype=np.uint32),
-    )
+    keys = keys[order]
+    twice = np.flatnonzero(keys[1:] == keys[:-1])
+    if len(twice):
+        name = show_name(names.name(int(keys[twice[0]])))
+        raise IndexFileError(path, f"the tensor {name} more than once", "each tensor once")
+    shard_ids = np.repeat(np.arange(len(stated.shard_names), dtype=np.uint32), np.diff(stated.starts))
+    nothing = np.zeros(len(order), dtype=np.int64)
+    columns = IndexColumns(keys, nothing, shard_ids[order], nothing.astype(np.uint32))
     sizes = published_sizes(directory)
     shards = tuple(Shard(name, sizes.get(name, 0), 0) for name in stated.shard_names)
     return TensorIndex(directory, shards, (), names, columns, "", path.name, stated.stated_bytes, has_shapes=False)
 
 
-def _read_part(header: ShardHeader, names: NameTable, kinds: dict[TensorKind, int]) -> _Part:
+def _read_part(header: ShardHeader, tensors: pa.Array, names: NameTable, kinds: dict[TensorKind, int]) -> _Part:
     renumber = np.array([kinds.setdefault(kind, len(kinds)) for kind in header.kinds], dtype=np.uint32)
     kind_ids = renumber[header.kind_ids] if len(renumber) else header.kind_ids
-    return _Part(names.add(header.names), header.begins, kind_ids)
+    return _Part(names.add(tensors), header.begins, kind_ids)
 
 
 def _sorted_columns(parts: list[_Part]) -> IndexColumns:
@@ -135,43 +137,32 @@ def _check_present(stated: IndexFile, files: ShardFiles) -> None:
         raise CheckpointError(stated.path, found, "all of them in this folder: finish the download")
 
 
-class _Closing:
-    """Compares the index file's tensors with the headers', a shard at a time, and keeps the first differences."""
+def _closes(tensors: pa.Array, stated: pa.Array) -> bool:
+    """Whether the index file places exactly a shard's tensors in it.
 
-    def __init__(self, places: dict[str, str]) -> None:
-        self._places = places
-        self._named = 0  # tensors of the headers that the index file names, in this shard or another
-        self._problems: list[str] = []
-        self._count = 0
+    The shard's names are distinct, so when all of them are among as many stated ones, these are the same and distinct.
+    """
+    return len(tensors) == len(stated) and bool(pc.all(pc.is_in(tensors, value_set=stated), min_count=0).as_py())
 
-    def compare(self, shard: str, names: list[str]) -> None:
-        """Compare one shard's tensors with what the index file says of them."""
-        places = list(map(self._places.get, names))
-        if places.count(shard) == len(names):
-            self._named += len(names)
-            return
-        for name, place in zip(names, places, strict=True):
-            self._named += place is not None
-            if place is None:
-                self._note(f"{show_name(name)} is in {shard} and not in the index")
-            elif place != shard:
-                self._note(f"{show_name(name)} is in {shard}, the index says {place}")
 
-    def refuse_differences(self, path: Path, index: TensorIndex) -> None:
-        """Raise IndexFileError when the two do not name the same tensors in the same shards."""
-        absent = len(self._places) - self._named
-        if absent:
-            missing = (item for item in self._places.items() if index.row(item[0]) is None)
-            for name, place in islice(missing, MAX_LISTED):
-                self._note(f"{show_name(name)} is not in {place}, where the index places it, nor in another shard")
-            self._count += max(absent - MAX_LISTED, 0)
-        if self._count:
-            listed = "".join(f"\n  {problem}" for problem in self._problems)
-            more = f"\n  and {self._count - MAX_LISTED} more" if self._count > MAX_LISTED else ""
-            found = f"{self._count} tensors unlike the shards:{listed}{more}\n "
-            raise IndexFileError(path, found, "what the shards hold")
-
-    def _note(self, problem: str) -> None:
-        self._count += 1
-        if len(self._problems) < MAX_LISTED:
-            self._problems.append(problem)
+def _differences(stated: IndexFile, index: TensorIndex) -> str:
+    """How the index file and the headers differ: the first tensors and the count."""
+    places: dict[str, str] = {}
+    problems = []
+    for shard in stated.shard_names:
+        for name in stated.names_in(shard).to_pylist():
+            if name in places:
+                problems.append(f"{show_name(name)} is more than once in the index")
+            places[name] = shard
+            if index.row(name) is None:
+                problems.append(f"{show_name(name)} is not in {shard}, where the index places it, nor in another shard")
+    for row in range(len(index)):
+        name, shard = index.name(row), index.path(row).name
+        place = places.get(name)
+        if place is None:
+            problems.append(f"{show_name(name)} is in {shard} and not in the index")
+        elif place != shard:
+            problems.append(f"{show_name(name)} is in {shard}, the index says {place}")
+    listed = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED])
+    more = f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+    return f"{len(problems)} differences from the shards:{listed}{more}\n "

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import pyarrow as pa
 
-from k3ray.workers.checkpoint.header_json import count_quotes
 from k3ray.workers.failure import Failure
 
 NAMES = ("model.safetensors.index.json", "model.safetensors.index.json.gz")
 MAX_BYTES = 1 << 30  # unpacked; the released one has 51 MB
+_BLOCK = 1 << 22  # bytes looked at in one piece, which bounds the temporaries
 _ADVICE = "Fetch the index again, or remove it: without one every *.safetensors file of the folder is read."
 
 
@@ -32,23 +34,29 @@ class IndexFileError(Failure):
 
 @dataclass(frozen=True, slots=True)
 class IndexFile:
-    """The shard's name of each tensor's name, as the file states it. stated_bytes: its total_size.
+    """What the file states, as columns: the tensors' names, a shard after the other.
 
-    Its strings live only while an index is made.
+    names: (tensors,) large_string; starts: (shards + 1,) where each shard's begin. stated_bytes: its total_size. They
+    live only while an index is made.
     """
 
     path: Path
-    places: dict[str, str]
     shard_names: tuple[str, ...]
+    names: pa.Array
+    starts: tuple[int, ...]
     stated_bytes: int | None
+
+    def names_in(self, shard: str) -> pa.Array:
+        """The tensors that the file places in a shard."""
+        if shard not in self.shard_names:
+            return self.names.slice(0, 0)
+        number = self.shard_names.index(shard)
+        return self.names.slice(self.starts[number], self.starts[number + 1] - self.starts[number])
 
 
 class _Document(msgspec.Struct):
     weight_map: msgspec.Raw
     metadata: dict[str, Any] | None = None
-
-
-_MAP = msgspec.json.Decoder(dict[str, str])
 
 
 def find_index_file(directory: Path) -> Path | None:
@@ -61,39 +69,77 @@ def find_index_file(directory: Path) -> Path | None:
 
 def read_index_file(path: Path) -> IndexFile:
     """Read the index; raises IndexFileError."""
-    data = _read_bytes(path)
     try:
+        data = _read_bytes(path)
         document = msgspec.json.decode(data, type=_Document)
-        places = _decode_map(bytes(document.weight_map), path)
+        split = None if b"\\" in data else _split_map(memoryview(document.weight_map))
+        names, shards = split or _decode_map(bytes(document.weight_map), path)
+        encoded = shards.dictionary_encode()
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         expected = "a JSON object whose weight_map gives each tensor's shard"
         raise IndexFileError(path, f"a content that cannot be read ({error})", expected) from error
-    shard_names = tuple(sorted(set(places.values())))
+    stated = (document.metadata or {}).get("total_size")
+    del data, document, split
+    shard_names = encoded.dictionary.to_pylist()
     for name in shard_names:
         if Path(name).name != name or not name.endswith(".safetensors") or name.startswith("."):
             raise IndexFileError(
                 path, f"the shard name {json.dumps(name)}", "the name of a .safetensors file beside it"
             )
-    stated = (document.metadata or {}).get("total_size")
-    return IndexFile(path, places, shard_names, stated if type(stated) is int else None)
+    order = sorted(range(len(shard_names)), key=shard_names.__getitem__)
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    shard_ids = rank[encoded.indices.to_numpy()]
+    return IndexFile(
+        path,
+        tuple(shard_names[number] for number in order),
+        names.take(pa.array(np.argsort(shard_ids, kind="stable"))),
+        (0, *np.cumsum(np.bincount(shard_ids, minlength=len(order))).tolist()),
+        stated if type(stated) is int else None,
+    )
 
 
-def _decode_map(raw: bytes, path: Path) -> dict[str, str]:
-    """The weight map; a name that occurs twice is refused (without a backslash, each entry has four quotes)."""
-    mapping = _MAP.decode(raw)
-    if b"\\" not in raw and count_quotes(raw) == 4 * len(mapping):
-        return mapping
+def _split_map(raw: memoryview) -> tuple[pa.Array, pa.Array] | None:
+    """Names and shards of a JSON object of strings without a backslash, cut at its quotes; None for any other text.
 
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(items)
-        if len(result) != len(items):
-            seen: set[str] = set()
-            repeated = next(key for key, _ in items if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise IndexFileError(path, f"the tensor {json.dumps(repeated)} more than once", "each tensor once")
-        return result
+    The pieces between quotes are name, colon, shard, comma, and so on: that the colons and commas are nothing else is
+    checked on their distinct texts. A piece that is no UTF-8 is a ValueError.
+    """
+    text = np.frombuffer(raw, dtype=np.uint8)
+    blocks = range(0, len(text), _BLOCK)
+    quotes = np.concatenate([np.flatnonzero(text[low : low + _BLOCK] == ord('"')) + low for low in blocks])
+    if len(quotes) == 0 or len(quotes) % 4:
+        return None
+    bounds = np.append(quotes, len(text))
+    bounds[:-1:2] += 1  # an opening quote belongs to what is before it, a closing one to what comes after
+    buffers = [None, pa.py_buffer(bounds), pa.py_buffer(raw)]
+    pieces = pa.Array.from_buffers(pa.large_binary(), len(quotes), buffers)
 
-    strict: dict[str, str] = json.loads(raw, object_pairs_hook=pairs)
-    return strict
+    def distinct(first: int, stop: int) -> set[bytes]:
+        between = pieces.take(pa.array(np.arange(first, stop, 4))).dictionary_encode().dictionary.to_pylist()
+        return {piece.translate(None, b" \t\r\n") for piece in between}
+
+    opening = raw[: int(bounds[0])].tobytes().translate(None, b" \t\r\n")
+    last = len(quotes) - 1
+    if opening != b'{"' or distinct(1, last) != {b'":"'} or distinct(last, last + 1) != {b'"}'}:
+        return None
+    if last > 3 and distinct(3, last) != {b'","'}:
+        return None
+    names, shards = (pieces.take(pa.array(np.arange(first, last, 4))).cast(pa.large_string()) for first in (0, 2))
+    return names, shards
+
+
+def _decode_map(raw: bytes, path: Path) -> tuple[pa.Array, pa.Array]:
+    """Names and shards of any weight map, with plain JSON."""
+
+    def pairs(items: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        return items
+
+    items = json.loads(raw, object_pairs_hook=pairs) if raw.startswith(b"{") else None
+    if not isinstance(items, list) or not all(isinstance(item, tuple) and isinstance(item[1], str) for item in items):
+        raise IndexFileError(path, "a weight_map with something else than strings", "a shard's name for each tensor")
+    names, shards = (pa.array([item[place] for item in items], type=pa.large_string()) for place in (0, 1))
+    return names, shards
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -40,10 +40,9 @@ class NameTable:
         self.templates = list(templates)
         self._ids = {template: number for number, template in enumerate(self.templates)}
 
-    def add(self, names: list[str]) -> Keys:
-        """The keys (names,) of many names at once; their templates are added to the table."""
-        array = pa.array(names, type=pa.large_string())
-        offsets, text = _buffers(array)
+    def add(self, names: pa.Array) -> Keys:
+        """The keys (names,) of many names (a large_string array) at once; their templates are added to the table."""
+        offsets, text = _buffers(names)
         templates, numbers = _cut_numbers(offsets, text, len(names))
         encoded = templates.dictionary_encode()
         ids = np.array([self._intern(template) for template in encoded.dictionary.to_pylist()], dtype=np.uint64)
@@ -99,11 +98,13 @@ def numbers_of(keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
 
 
 def _buffers(array: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Offsets (names + 1,) and UTF-8 bytes of a fresh, unsliced large_string array, as views."""
+    """Offsets (names + 1,) from 0 and the UTF-8 bytes of a large_string array or a slice of one."""
+    if not len(array):
+        return np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.uint8)
     _, offsets, data = array.buffers()
-    text = np.frombuffer(data, dtype=np.uint8) if data is not None else np.empty(0, dtype=np.uint8)
-    starts = np.frombuffer(offsets, dtype=np.int64)[: len(array) + 1] if len(array) else np.zeros(1, dtype=np.int64)
-    return starts, text[: int(starts[-1])]
+    starts = np.frombuffer(offsets, dtype=np.int64)[array.offset : array.offset + len(array) + 1]
+    text = np.empty(0, dtype=np.uint8) if data is None else np.frombuffer(data, dtype=np.uint8)
+    return starts - starts[0], text[int(starts[0]) : int(starts[-1])]
 
 
 def _cut_numbers(
