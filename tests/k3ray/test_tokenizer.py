@@ -1,19 +1,17 @@
-"""The tokenizer against cases others computed, the released split answers, and texts that break tokenizers."""
+"""The tokenizer against cases others computed, the released split answers, any bytes and any stream."""
 
 from __future__ import annotations
 
 import base64
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3ray import tokenizer as tokenizer_module
-from k3ray.text_cutting import MAX_PIECE, MAX_RUN, SPLIT_PATTERN, cut_text, repair_surrogates, split_valid_utf8
+from k3ray.text_cutting import SPLIT_PATTERN
 from k3ray.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from k3ray.vocabulary import TokenizerError
 
@@ -163,11 +161,13 @@ def test_ids_outside_the_vocabulary(bad: int) -> None:
 # --- round trips -------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.binary(max_size=300))
 def test_any_bytes_round_trip(data: bytes) -> None:
     assert K3B.decode_bytes(K3B.encode(data)) == data
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.text(max_size=200) | st.text(alphabet=NASTY, max_size=200))
 def test_any_text_round_trips(text: str) -> None:
     ids = K3B.encode(text)
@@ -188,84 +188,10 @@ def test_damaged_bytes_leave_the_text_beside_them_alone() -> None:
     assert ids == [*K3B.encode("Hello "), *(K3B.encode(bytes([b]))[0] for b in b"\xff\xfe"), *K3B.encode(" world")]
 
 
-@given(st.binary(max_size=100))
-def test_split_valid_utf8(data: bytes) -> None:
-    stretches = list(split_valid_utf8(data))
-    assert b"".join(s.encode() if isinstance(s, str) else s for s in stretches) == data
-    assert all(stretches)
-    # Neighbours differ in kind, so a valid stretch is as long as it can be.
-    assert all(isinstance(a, str) != isinstance(b, str) for a, b in pairwise(stretches))
-
-
-def test_surrogates() -> None:
-    assert repair_surrogates("a\ud83d\ude00b\ud800c\udcffd") == "a😀b�c�d"
-    assert K3B.encode("a\ud83d\ude00b") == K3B.encode("a😀b")
-    assert K3B.encode("\udfff") == K3B.encode_template("\ud800") == K3B.encode("�")
-
-
-# --- cutting -----------------------------------------------------------------------------------------------------
-
-
-def cut_by_the_rule(text: str, max_piece: int, max_run: int) -> list[str]:
-    """The rule in the words of its description, one character at a time."""
-    pieces = []
-    for low in range(0, len(text), max_piece):
-        current, run, space = "", 0, None
-        for character in text[low : low + max_piece]:
-            run = run + 1 if character.isspace() == space else 1
-            space = character.isspace()
-            if run > max_run:
-                pieces.append(current)
-                current, run = "", 1
-            current += character
-        pieces.append(current)
-    return pieces
-
-
-@given(st.text(alphabet=" \n\u3000ab中^", max_size=80), st.integers(1, 30), st.integers(1, 9))
-def test_cutting_follows_the_rule(text: str, max_piece: int, max_run: int) -> None:
-    assert list(cut_text(text, max_piece, max_run)) == cut_by_the_rule(text, max_piece, max_run)
-
-
-def test_space_class_is_isspace() -> None:
-    """The cut uses a regular expression; for every code point it must agree with str.isspace."""
-    for code in range(0x110000):
-        character = chr(code)
-        if character.isspace() != (len(list(cut_text(" " + character, 9, 1))) == 2):
-            pytest.fail(f"U+{code:04X}")
-
-
-def test_hostile_text_is_cut_to_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def recorded(text: str) -> list[str]:
-        pieces = list(cut_text(text))
-        seen.extend(map(len, pieces))
-        return pieces
-
-    monkeypatch.setattr(tokenizer_module, "cut_text", recorded)
-    for character in (" ", "^", "\n", "a", "A", "中", "\u0301", "1"):
-        seen.clear()
-        text = character * 1_200_000
-        ids = K3B.encode(text)
-        assert seen == [MAX_RUN] * 48
-        assert K3B.decode(ids) == text
-    seen.clear()
-    assert K3B.decode(K3B.encode("a " * 600_000)) == "a " * 600_000
-    assert seen == [MAX_PIECE] * 3
-
-
-def test_a_long_run_is_cut_where_the_rule_says() -> None:
-    """Sixteen spaces are one token here, so that a cut at 25,000 shows in the ids."""
-    sixteen, nine = K3B.encode(" " * 16), K3B.encode(" " * 9 + "x")
-    assert len(sixteen) == 1
-    ids = K3B.encode(" " * 25_009 + "x")
-    assert ids == [*K3B.encode(" " * 25_000), *nine]
-
-
 # --- streaming ---------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.integers(0, 511), max_size=60))
 def test_streamed_text_is_the_decoded_text(ids: list[int]) -> None:
     decoder = StreamDecoder(K3B)
@@ -273,6 +199,7 @@ def test_streamed_text_is_the_decoded_text(ids: list[int]) -> None:
     assert "".join(parts) == K3B.decode(ids)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.text(alphabet=NASTY, max_size=60))
 def test_stream_never_shows_half_a_character(text: str) -> None:
     decoder = StreamDecoder(K3B)
@@ -288,105 +215,3 @@ def test_stream_flushes_what_is_left_and_begins_anew() -> None:
     first, second, third = K3B.encode("世".encode()[:1] + b"\xff")[0], *(K3B.encode(bytes([b]))[0] for b in b"\xb8\x96")
     assert [decoder.push(first), decoder.push(second), decoder.flush()] == ["", "", "�"]
     assert [decoder.push(first), decoder.push(second), decoder.push(third), decoder.flush()] == ["", "", "世", ""]
-
-
-# --- files that must be refused ----------------------------------------------------------------------------------
-
-
-def replace_line(number: int, line: bytes) -> Any:
-    def edit(data: bytes) -> bytes:
-        lines = data.splitlines()
-        lines[number] = line
-        return b"\n".join(lines)
-
-    return edit
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (replace_line(300, b"!!! 300"), r"tiktoken\.model:301: .*not base64"),
-        (replace_line(300, b"QUI 300"), r":301: .*not base64"),
-        (replace_line(300, b"QUI="), r":301: expected a base64 token"),
-        (replace_line(300, b"QUI= 300 1"), r":301: expected"),
-        (replace_line(300, b"QUI= -1"), r":301: expected"),
-        (replace_line(300, b"QUI= 3e2"), r":301: expected"),
-        (replace_line(300, b"QUI= 99999999999999999999"), r":301: expected"),
-        (replace_line(300, b"IQ== 300"), r":301: token b'!' has rank 300 here and 0 before"),
-        (replace_line(300, b"AQIDBAU= 299"), r":301: rank 299 is already taken by line 300"),
-        (replace_line(300, b"AQIDBAU= 480"), r"480 ranks reach 480 and rank 300 is missing"),
-        (replace_line(300, b""), r"479 ranks reach 479 and rank 300 is missing"),
-        (replace_line(0, b"AQIDBAU= 0"), r"1 of the 256 single bytes have no rank, the first is 0x21"),
-        (lambda data: b"", r"empty, expected lines"),
-        (lambda data: b"\0" * 100, r":1: expected"),
-        (lambda data: b"\n".join(data.splitlines()[:400]), r"begin at id 480, expected 400"),
-    ],
-)
-def test_bad_ranks(tmp_path: Path, edit: Any, message: str) -> None:
-    (tmp_path / "tiktoken.model").write_bytes(edit((GOLDEN / "tiktoken.model").read_bytes()))
-    (tmp_path / "tokenizer_config.json").write_bytes((GOLDEN / "tokenizer_config.json").read_bytes())
-    with pytest.raises(TokenizerError, match=message) as caught:
-        load_tokenizer(tmp_path, 512)
-    assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[]", "no object added_tokens_decoder"),
-        ('{"added_tokens_decoder": []}', "no object added_tokens_decoder"),
-        ('{"added_tokens_decoder": {"480": {"content": "a"}, "480": {"content": "b"}}}', "'480' is given twice"),
-        ('{"added_tokens_decoder": {"479": {"content": "a"}}}', r"'479'.*inside the ranks 0\.\.479"),
-        ('{"added_tokens_decoder": {"-1": {"content": "a"}}}', "'-1'.*expected a token id"),
-        ('{"added_tokens_decoder": {"0481": {"content": "a"}}}', "'0481'.*expected a token id"),
-        ('{"added_tokens_decoder": {"²": {"content": "a"}}}', "expected a token id"),
-        ('{"added_tokens_decoder": {"480": {"content": "b"}, "999999999": {"content": "a"}}}', "at most 65536"),
-        (
-            '{"added_tokens_decoder": {"480": {"content": "a"}, "482": {"content": "a"}}}',
-            "480 and 482 are both named 'a'",
-        ),
-        ('{"added_tokens_decoder": {"481": {"content": "a"}}}', "begin at id 481, expected 480"),
-        (
-            '{"added_tokens_decoder": {"480": {"content": "<|reserved_token_481|>"}, "482": {"content": "a"}}}',
-            "480 and 481 are both named",
-        ),
-        ('{"added_tokens_decoder": {"481": {"content": ""}}}', "non-empty string content"),
-        ('{"added_tokens_decoder": {"481": {"content": 7}}}', "non-empty string content"),
-        ('{"added_tokens_decoder": {"481": {"content": "a", "special": 1}}}', "boolean special"),
-        ('{"added_tokens_decoder": {"481": "a"}}', "expected an object"),
-        ('{"added_tokens_decoder": {"481": {"content": "\\ud800"}}}', "lone surrogate"),
-    ],
-)
-def test_bad_added_tokens(tmp_path: Path, config: str, message: str) -> None:
-    (tmp_path / "tiktoken.model").write_bytes((GOLDEN / "tiktoken.model").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(config)
-    with pytest.raises(TokenizerError, match=message):
-        load_tokenizer(tmp_path)
-
-
-def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"tiktoken\.model: cannot be read"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tiktoken.model").write_bytes((GOLDEN / "tiktoken.model").read_bytes())
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: cannot be read"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(TokenizerError, match="cannot be read"):
-        load_tokenizer(tmp_path / "nothing")
-
-
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    write_vocabulary(tmp_path, [*SINGLE_BYTES, b"ab"], {})
-    assert load_tokenizer(tmp_path).encode("abc") == [256, 99]
-    write_vocabulary(tmp_path, [*SINGLE_BYTES, b"bc"], {})
-    assert load_tokenizer(tmp_path).encode("abc") == [97, 256]
-
-
-@given(st.binary(max_size=200), st.binary(max_size=60))
-def test_any_files_load_or_are_refused(tmp_path_factory: pytest.TempPathFactory, ranks: bytes, config: bytes) -> None:
-    folder = tmp_path_factory.mktemp("fuzz")
-    (folder / "tiktoken.model").write_bytes((GOLDEN / "tiktoken.model").read_bytes() + b"\n" + ranks)
-    (folder / "tokenizer_config.json").write_bytes(config)
-    with pytest.raises(TokenizerError):
-        load_tokenizer(folder)
