@@ -129,11 +129,11 @@ class Model:
 
     def prompt_ids(
         self,
-        prompt: str | None = None,
+        prompt: str | bytes | None = None,
         prompt_file: Path | str | None = None,
         ids: Sequence[int] | None = None,
     ) -> list[int]:
-        """Return the ids of exactly one of prompt (text), prompt_file (its bytes as they are) and ids."""
+        """Return the ids of exactly one of prompt (text or bytes), prompt_file (its bytes as they are) and ids."""
         options = {"--prompt": prompt, "--prompt-file": prompt_file, "--ids": ids}
         given = " and ".join(name for name, value in options.items() if value is not None)
         if given not in options:
@@ -165,7 +165,7 @@ class Model:
 
     def stream(
         self,
-        prompt: str | None = None,
+        prompt: str | bytes | None = None,
         *,
         prompt_file: Path | str | None = None,
         ids: Sequence[int] | None = None,
@@ -184,7 +184,7 @@ class Model:
 
     def generate(
         self,
-        prompt: str | None = None,
+        prompt: str | bytes | None = None,
         *,
         prompt_file: Path | str | None = None,
         ids: Sequence[int] | None = None,
@@ -195,7 +195,7 @@ class Model:
     ) -> Generation:
         """Generate greedily up to gen tokens and return them with what they cost.
 
-        Exactly one of prompt (text), prompt_file (its bytes as they are) and ids, at most 32,768 tokens; gen at most
+        Exactly one of prompt (text, or its bytes), prompt_file (its bytes as they are) and ids, at most 32,768 tokens; gen at most
         4,096. incremental: keep the state between steps instead of running the whole sequence for each; the bits are
         the same. ignore_eos: go on after an end-of-message id. on_token: hears every token as it comes.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def run(request: GenerateRequest) -> None:
         say=say,
     )
     ids = parse_ids(request.ids) if request.ids is not None else None
-    prompt_ids = model.prompt_ids(request.prompt, request.prompt_file, ids)
+    prompt = None if request.prompt is None else os.fsencode(request.prompt)  # the bytes that were typed
+    prompt_ids = model.prompt_ids(prompt, request.prompt_file, ids)
     with model:
         generation = model.generate(
             ids=prompt_ids,

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from goldens import Golden, read_golden
 
 from k3ray.driver import Driver
 from k3ray.generation import generate
@@ -18,6 +17,7 @@ from k3ray.workers.frames import ActivationFrame
 from k3ray.workers.in_process import start_in_process
 from k3ray.workers.loading import CheckpointSpec, StageSpec, load_slice
 from k3ray.workers.model.config import ModelConfig, read_config
+from tests.goldens import Golden, read_golden
 
 LOGIT_TOLERANCE = 2e-3  # the goldens' READMEs: generous for float32; mistakes of meaning show as 1e-1 and more
 STREAM_TOLERANCE = 2e-3
