@@ -195,9 +195,9 @@ class Model:
     ) -> Generation:
         """Generate greedily up to gen tokens and return them with what they cost.
 
-        Exactly one of prompt (text, or its bytes), prompt_file (its bytes as they are) and ids, at most 32,768 tokens; gen at most
-        4,096. incremental: keep the state between steps instead of running the whole sequence for each; the bits are
-        the same. ignore_eos: go on after an end-of-message id. on_token: hears every token as it comes.
+        Exactly one of prompt (text, or its bytes), prompt_file (its bytes as they are) and ids, at most 32,768
+        tokens; gen at most 4,096. incremental: keep the state between steps instead of running the whole sequence
+        for each; the bits are the same. ignore_eos: go on after an end-of-message id. on_token: hears every token.
         """
         prompt_ids = self.prompt_ids(prompt, prompt_file, ids)
         tokens = []
