@@ -220,12 +220,12 @@ class Model:
         runtime = self._running.enter_context(ray_runtime(RaySettings(address=self._environment.ray_address)))
         self._ray = runtime.describe()
         self._say(f"ray: {self._ray}")
-        memory = self._running.enter_context(ProcessMemory({"driver": os.getpid(), **runtime.daemon_pids()}))
+        memory = self._running.enter_context(ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}))
         chain = ActorChain(self.plan, runtime.actor_options)
         self._running.callback(chain.stop)
         chain.load(loaded=lambda part: self._say(f"loaded: {part}"))
-        for name, report in chain.reports.items():
-            memory.watch(name, report.pid)
+        for part, report in chain.reports.items():
+            memory.watch(report.pid, part)
         self._memory, self._chain, self._driver = memory, chain, Driver(chain)
 
     def _tokens(self, steps: Iterator[Step], gen: int) -> Iterator[Token]:
@@ -239,7 +239,8 @@ class Model:
     def _report(self, prompt_ids: list[int], tokens: list[Token], asked: dict[str, Any]) -> Generation:
         assert self._chain is not None and self._memory is not None
         generated = [token.token_id for token in tokens]
-        peak = self._memory.peak()
+        self._memory.sample()
+        peak = self._memory.peak
         return Generation(
             model=str(self.source.model_dir),
             ray=self._ray,
@@ -252,7 +253,7 @@ class Model:
             settings={**asdict(self.settings), **asked},
             versions=versions(),
             peak_memory_bytes=peak.total_bytes,
-            peak_memory_by_process=peak.by_process,
+            peak_memory_by_process=dict(peak.role_bytes),
             damaged_experts=self._chain.damaged_met(),
             first_logits=tokens[0].logits,
         )

@@ -89,7 +89,7 @@ def cache_directory() -> Path | None:
 def _compile_lock() -> AbstractContextManager[Any]:
     """Held while compiling or loading: of eight processes on a cold cache one compiles and seven load."""
     directory = cache_directory()
-    return FileLock(directory / "lock") if directory else nullcontext()
+    return FileLock(directory / "lock", is_singleton=True) if directory else nullcontext()
 
 
 def _dispatcher(function: Callable[..., Any], directory: Path | None) -> Any:
