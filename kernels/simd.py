@@ -140,6 +140,16 @@ def loop(
 
 
 @intrinsic
+def address(typingctx: Any, array: Any) -> Any:
+    """Where an array's first item lies, for kernels that walk bytes."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        return builder.ptrtoint(array_bytes(context, builder, signature.args[0], arguments[0]), I64)
+
+    return types.intp(array), emit
+
+
+@intrinsic
 def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z in double, rounded once, whatever the optimiser would like."""
 
