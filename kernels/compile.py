@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ import platformdirs
 from filelock import FileLock
 from numba import types
 
-_DECORATING = threading.RLock()
+_COMPILING = threading.RLock()
 
 
 def readable(dtype: types.Type, ndim: int) -> types.Array:
@@ -41,11 +41,10 @@ def writable(dtype: types.Type, ndim: int) -> types.Array:
     return types.Array(dtype, ndim, "C")
 
 
-@cache
-def source_hash() -> str:
-    """Hash of every kernel source, so that an edit anywhere leaves no stale machine code behind."""
+def source_hash(folder: Path) -> str:
+    """Hash of every source in the folder, so that an edit anywhere leaves no stale machine code behind."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {numba.__version__}".encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(folder.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -76,31 +75,34 @@ def _is_usable(folder: Path) -> bool:
 @cache
 def cache_directory() -> Path | None:
     """The folder of this version's compiled kernels; None when nothing at all is writable (then nothing is kept)."""
-    for parent in _candidates():
-        folder = parent / f"kernels-{source_hash()}"
-        if _is_usable(folder):
-            return folder
+    name = f"kernels-{source_hash(Path(__file__).parent)}"
     try:
+        for parent in _candidates():
+            if _is_usable(parent / name):
+                return parent / name
         return Path(tempfile.mkdtemp(prefix="k3ray-kernels-"))
-    except OSError:
+    except OSError:  # not even a temporary folder
         return None
 
 
-def _compile_lock() -> AbstractContextManager[Any]:
+@contextmanager
+def _compile_lock() -> Iterator[None]:
     """Held while compiling or loading: of eight processes on a cold cache one compiles and seven load."""
     directory = cache_directory()
-    return FileLock(directory / "lock", is_singleton=True) if directory else nullcontext()
+    with _COMPILING, FileLock(directory / "lock") if directory else nullcontext():
+        yield
 
 
 def _dispatcher(function: Callable[..., Any], directory: Path | None) -> Any:
     """numba's dispatcher of `function`, caching in `directory` without moving anybody else's cache."""
-    with _DECORATING:
-        others = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(directory) if directory else others
-        try:
-            return numba.njit(cache=directory is not None, nogil=True, error_model="numpy")(function)
-        finally:
-            numba.config.CACHE_DIR = others
+    if directory is None:
+        return numba.njit(nogil=True, error_model="numpy")(function)
+    others = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(directory)
+    try:
+        return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = others
 
 
 class Kernel:
@@ -122,19 +124,23 @@ class Kernel:
 
     def compile(self) -> bool:
         """Compile, or load from the cache; True when something had to be compiled."""
-        with _DECORATING, _compile_lock():
-            if self._dispatcher is not None:
-                return False
-            try:
-                dispatcher = self._compiled(cache_directory())
-            except (EOFError, pickle.UnpicklingError):  # files cut short by a full disk or a lost machine
-                self._forget()
-                dispatcher = self._compiled(cache_directory())
-            except OSError:  # the cache became unreadable or full: go on without it
-                dispatcher = self._compiled(None)
-            dispatcher.disable_compile()
-            self._dispatcher = dispatcher
-            return bool(dispatcher.stats.cache_misses)
+        with _compile_lock():
+            return self.compile_locked()
+
+    def compile_locked(self) -> bool:
+        """The same for a caller that holds the lock."""
+        if self._dispatcher is not None:
+            return False
+        try:
+            dispatcher = self._compiled(cache_directory())
+        except (EOFError, pickle.UnpicklingError):  # files cut short by a full disk or a lost machine
+            self._forget()
+            dispatcher = self._compiled(cache_directory())
+        except OSError:  # the cache became unreadable or full: go on without it
+            dispatcher = self._compiled(None)
+        dispatcher.disable_compile()
+        self._dispatcher = dispatcher
+        return bool(dispatcher.stats.cache_misses)
 
     def _compiled(self, directory: Path | None) -> Any:
         dispatcher = _dispatcher(self.function, directory)
@@ -188,5 +194,5 @@ def compile_all() -> CompileReport:
     started = time.perf_counter()
     kernels = all_kernels()
     with _compile_lock():
-        compiled = sum(kernel.compile() for kernel in kernels)
+        compiled = sum(kernel.compile_locked() for kernel in kernels)
     return CompileReport(time.perf_counter() - started, compiled, len(kernels) - compiled)
