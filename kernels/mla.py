@@ -147,7 +147,7 @@ def _attend(
     panel, total = np.zeros((CHANNELS, POSITIONS)), np.empty((together * tokens, latent))
     for h in range(low, high, together):
         count = min(together, high - h) * tokens
-        _score(folded[h : h + together].reshape(count, channels), cache, end, scale, panel, scores[:count])
+        _score(folded[h : min(h + together, high)].reshape(count, channels), cache, end, scale, panel, scores[:count])
         for r in range(count):
             softmax64(scores[r, : first_position + r % tokens + 1])
         _weigh(scores[:count], first_position, tokens, cache, total[:count])
