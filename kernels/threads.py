@@ -53,11 +53,12 @@ class _Task:
 class _Bench:
     """What a pool and its workers share; the workers hold no reference to the pool, so a dropped pool ends them."""
 
-    __slots__ = ("closed", "engaged", "task", "wakes")
+    __slots__ = ("closed", "engaged", "process", "task", "wakes")
 
     def __init__(self, workers: int) -> None:
         self.task: _Task | None = None
         self.closed = False
+        self.process = os.getpid()
         self.wakes = [threading.Lock() for _ in range(workers)]
         self.engaged = [threading.Lock() for _ in range(workers)]  # held while a worker may touch a task's arguments
         for wake in self.wakes:
@@ -152,7 +153,9 @@ class RowPool:
             return
         if block_rows is None:
             block_rows = -(-rows // (BLOCKS_PER_THREAD * self.threads))
-        if self.threads == 1 or block_rows >= rows:
+        if (
+            self.threads == 1 or block_rows >= rows or os.getpid() != self._bench.process
+        ):  # a fork leaves threads behind
             function(*arguments, 0, rows)
             return
         if not self._busy.acquire(blocking=False):
