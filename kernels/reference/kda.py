@@ -29,6 +29,23 @@ def _normalised(x: Floats, scale: float) -> Doubles:
     return np.asarray((x.astype(np.float64) * inverse[..., None]) * scale)
 
 
+def step(state: Floats, query: Doubles, key: Doubles, value: Doubles, fade: Doubles, beta: Doubles) -> Floats:
+    """One position of all heads: state (H, d, d) f32 updated in place, beta (H,), the others (H, d) -> o (H, d) f32.
+
+    query and key as they enter the products: the caller has normalised and scaled them.
+    """
+    faded = state.astype(np.float64) * fade[:, :, None]
+    read = np.zeros(value.shape)
+    for i in range(value.shape[1]):
+        read = fma(faded[:, i], key[:, i, None], read)
+    write = beta[:, None] * (value - read)
+    state[:] = as_f32(fma(key[:, :, None], write[:, None, :], faded))
+    output = np.zeros(value.shape)
+    for i in range(value.shape[1]):
+        output = fma(state[:, i], query[:, i, None], output)
+    return as_f32(output)
+
+
 def recurrence(state: Floats, q: Floats, k: Floats, v: Floats, alpha: Floats, beta_logits: Floats) -> Floats:
     """The twin of `k3ray.kernels.kda.recurrence`; all heads at once, `state` is updated in place."""
     heads, width, _ = state.shape
@@ -39,22 +56,13 @@ def recurrence(state: Floats, q: Floats, k: Floats, v: Floats, alpha: Floats, be
     beta = sigmoid64(beta_logits)
     out = np.empty(by_head, np.float32)
     for t in range(len(v)):
-        faded = state.astype(np.float64) * fade[t, :, :, None]
-        read = np.zeros((heads, width))
-        for i in range(width):
-            read = fma(faded[:, i], key[t, :, i, None], read)
-        write = beta[t, :, None] * (value[t] - read)
-        state[:] = as_f32(fma(key[t, :, :, None], write[:, None, :], faded))
-        output = np.zeros((heads, width))
-        for i in range(width):
-            output = fma(state[:, i], query[t, :, i, None], output)
-        out[t] = as_f32(output)
+        out[t] = step(state, query[t], key[t], value[t], fade[t], beta[t])
     return out.reshape(v.shape)
 
 
 def gated_norm(o: Floats, weight: Floats, gate: Floats, eps: float) -> Floats:
     """The twin of `k3ray.kernels.kda.gated_norm`."""
-    rows = o.reshape(len(o), -1, len(weight))
+    rows = o.reshape(len(o), o.shape[1] // len(weight), len(weight))
     inverse = 1.0 / np.sqrt(lane_dot(rows, rows) / len(weight) + eps)
     normed = (rows.astype(np.float64) * inverse[..., None]) * weight.astype(np.float64)
     return as_f32(normed.reshape(o.shape) * sigmoid64(gate))
