@@ -42,7 +42,7 @@ class ProcessMemory:
     `with ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}) as memory: ...; memory.peak_bytes`
     """
 
-    roots: Mapping[int, str]  # pid -> role; their descendants get their role from their title
+    roots: Mapping[int, str]  # pid -> role; their descendants get the role that Ray's title tells, else their parent's
     interval_s: float = INTERVAL_S
     proc: Path = PROC
     peak: MemorySample = field(default=NOTHING, init=False)
@@ -130,22 +130,22 @@ class ProcessMemory:
             for child in children.get(pid, ()):
                 if child not in seen:
                     seen.add(child)
-                    pending.append((child, role_of(child, self.proc)))
+                    pending.append((child, role_of(child, self.proc, parent_role=role)))
 
 
-def role_of(pid: int, proc: Path = PROC) -> str:
-    """What a process is, from its command line: the class of a Ray actor, a daemon's name, a script's name."""
+def role_of(pid: int, proc: Path = PROC, parent_role: str = "") -> str:
+    """What a process is, from its command line: the class of a Ray actor, else its parent's role or its own name."""
     try:
         words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return "ended"
+        return parent_role or "ended"
     title = words[0].strip()
     if title.startswith("ray::"):
-        kind = title.removeprefix("ray::").split(".")[0].split("(")[0].strip()
+        kind = title.removeprefix("ray::").partition(".")[0].partition("(")[0].strip()
         return "idle worker" if kind == "IDLE" else kind
     program = Path(title).name
     scripts = (Path(word).stem for word in words[1:] if word.endswith(".py"))
-    return next(scripts, program) if program.startswith("python") else program or "kernel"
+    return parent_role or (next(scripts, program) if program.startswith("python") else program)
 
 
 def descendants(pids: Collection[int], proc: Path = PROC) -> list[int]:
@@ -155,6 +155,11 @@ def descendants(pids: Collection[int], proc: Path = PROC) -> list[int]:
     for pid in found:  # grows while it is walked
         found += [child for child in children.get(pid, ()) if child not in found]
     return found
+
+
+def children_of(pid: int, proc: Path = PROC) -> frozenset[int]:
+    """The processes that `pid` has started and that live."""
+    return frozenset(_family(proc)[0].get(pid, ()))
 
 
 def _family(proc: Path) -> tuple[dict[int, list[int]], dict[int, str]]:

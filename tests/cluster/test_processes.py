@@ -170,11 +170,11 @@ def test_the_last_sample_is_taken_at_the_end() -> None:
         (b"/x/gcs_server\0--log_dir=c\0", "gcs_server"),
         (b"/v/bin/python3\0-u\0/x/dashboard/agent.py\0--port=1\0", "agent"),
         (b"/v/bin/python\0-c\0pass\0", "python"),
-        (b"", "kernel"),
     ],
 )
 def test_roles(tmp_path: Path, command: bytes, role: str) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cmdline").write_bytes(command)
     assert role_of(7, tmp_path) == role
+    assert role_of(7, tmp_path, parent_role="raylet") == (role if command.startswith(b"ray::") else "raylet")
     assert role_of(8, tmp_path) == "ended"

@@ -1,0 +1,76 @@
+"""Connecting this process to a Ray cluster as its driver: quietly, and with the reason told when it fails."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import ray
+
+from k3ray.cluster.signals import kept_signals
+from k3ray.workers.failure import Failure
+
+
+class RayFailure(Failure):
+    """Ray could not be started or joined: the settings or the cluster have to change first."""
+
+    exit_code = 2
+
+
+def connect(address: str, **options: Any) -> None:
+    """`ray.init` at `address` ("local" starts one) that writes nothing to the terminal and leaves our signals alone.
+
+    Errors that Ray would report by itself reach the caller as exceptions of the calls they concern; the printed
+    copies (worker output, deaths of workers, hints) are left out. Raises RayFailure with Ray's reason.
+    """
+    quieten()
+    try:
+        with kept_signals(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
+    except Exception as error:  # whatever Ray raises, its user gets one message
+        ray.shutdown()
+        where = "start" if address == "local" else f"connect to the cluster at {address}"
+        raise RayFailure(f"Ray did not {where}: {reason_of(error)}") from error
+
+
+def quieten() -> None:
+    """Ray writes its progress and advice to the terminal; what matters of it reaches the user in our own words."""
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of the innermost cause, which is where Ray says what happened."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def ray_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for the processes that Ray starts, and for Ray in this process; puts back what it found."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    _read_again()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _read_again()
+
+
+def _read_again() -> None:
+    """Ray reads its settings and the token once per process: make it read them again."""
+    with suppress(ImportError, AttributeError):  # a Ray that has no tokens
+        internals = importlib.import_module("ray._raylet")
+        internals.AuthenticationTokenLoader.instance().reset_cache()
+        internals.Config.initialize("")
