@@ -50,11 +50,12 @@ def source_hash(folder: Path) -> str:
 
 
 def _candidates() -> Iterator[Path]:
-    """Where compiled kernels may be kept, best place first; a place may turn out not to be writable."""
+    """Folders for this version's compiled kernels, best first; one may turn out not to be writable."""
+    name = f"kernels-{source_hash(Path(__file__).parent)}"
     if numba.config.CACHE_DIR:
-        yield Path(numba.config.CACHE_DIR)
-    yield platformdirs.user_cache_path("k3ray")
-    yield Path(tempfile.gettempdir()) / f"k3ray-{os.getuid()}"
+        yield Path(numba.config.CACHE_DIR) / name
+    yield platformdirs.user_cache_path("k3ray") / name
+    yield Path(tempfile.gettempdir()) / f"k3ray-{os.getuid()}-{name}"
 
 
 def _is_usable(folder: Path) -> bool:
@@ -63,8 +64,8 @@ def _is_usable(folder: Path) -> bool:
         return False
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid not in (os.getuid(), 0) or status.st_mode & stat.S_IWOTH:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
             return False
         with FileLock(folder / "lock"), tempfile.TemporaryFile(dir=folder):
             return True
@@ -75,11 +76,10 @@ def _is_usable(folder: Path) -> bool:
 @cache
 def cache_directory() -> Path | None:
     """The folder of this version's compiled kernels; None when nothing at all is writable (then nothing is kept)."""
-    name = f"kernels-{source_hash(Path(__file__).parent)}"
     try:
-        for parent in _candidates():
-            if _is_usable(parent / name):
-                return parent / name
+        for folder in _candidates():
+            if _is_usable(folder):
+                return folder
         return Path(tempfile.mkdtemp(prefix="k3ray-kernels-"))
     except OSError:  # not even a temporary folder
         return None
