@@ -12,7 +12,8 @@ from k3ray.cluster.plan import Plan
 from k3ray.workers.actors import ExpertShardActor, LayerStageActor, ProcessReport
 from k3ray.workers.failure import Failure
 
-Options = Callable[[str, int], dict[str, Any]]
+Options = Callable[[float, int | None, str], dict[str, Any]]
+NUM_CPUS = 0  # the plan shares the cores out; Ray must not make an actor wait for one
 
 
 class ActorLost(Failure):
@@ -25,15 +26,15 @@ class ActorChain:
     """The running actors of a plan. Object refs go from stage to stage; the driver holds only the answers."""
 
     def __init__(self, plan: Plan, options: Options) -> None:
-        """Start the processes; options(name, threads) gives Ray's options for one actor."""
+        """Start the processes; options(num_cpus, memory_bytes, name) gives Ray's options for one actor."""
         self._plan = plan
         self._all_shards = [
-            ray.remote(ExpertShardActor).options(**options(f"shard-{spec.shard}", spec.threads)).remote()
+            ray.remote(ExpertShardActor).options(**options(NUM_CPUS, None, f"shard-{spec.shard}")).remote()
             for spec in plan.shards
         ]
         self._all_stages = [
-            ray.remote(LayerStageActor).options(**options(f"stage-{number}", spec.threads)).remote()
-            for number, spec in enumerate(plan.stages)
+            ray.remote(LayerStageActor).options(**options(NUM_CPUS, None, f"stage-{number}")).remote()
+            for number in range(len(plan.stages))
         ]
         self._stages, self._shards = self._all_stages, self._all_shards
         self.reports: dict[str, ProcessReport] = {}

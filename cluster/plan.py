@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from k3ray.workers.failure import Failure
 from k3ray.workers.loading import CheckpointSpec, ShardSpec, StageSpec
 
+MAX_SHARDS = 256
+MAX_THREADS = 4096
+
 
 class PlanFailure(Failure):
     """Wishes that no placement can meet."""
@@ -37,10 +40,10 @@ def make_plan(checkpoint: CheckpointSpec, num_stages: int, num_shards: int, thre
     layers = checkpoint.num_layers
     if not 1 <= num_stages <= layers:
         raise PlanFailure(f"--stages: found {num_stages}, expected 1 to {layers}: a stage holds at least one layer")
-    if num_shards < 0:
-        raise PlanFailure(f"--expert-shards: found {num_shards}, expected 0 or more")
-    if threads < 1:
-        raise PlanFailure(f"--threads: found {threads}, expected 1 or more")
+    if not 0 <= num_shards <= MAX_SHARDS:
+        raise PlanFailure(f"--expert-shards: found {num_shards}, expected 0 to {MAX_SHARDS}")
+    if not 1 <= threads <= MAX_THREADS:
+        raise PlanFailure(f"--threads: found {threads}, expected 1 to {MAX_THREADS}")
     shares = share_threads(threads, num_stages + num_shards)
     cores_of = share_cores(shares, cores)
     cuts = [layers * stage // num_stages for stage in range(num_stages + 1)]

@@ -82,7 +82,9 @@ def open_model(
     full = read_config(config_path or source.model_dir)
     num_layers = full.num_hidden_layers if layers is None else layers
     spec = CheckpointSpec(source.model_dir, config_path, full.truncated(num_layers).num_hidden_layers)
-    settings = Settings(stages, expert_shards, threads or environment.threads or default_threads(), num_layers)
+    if threads is None:
+        threads = environment.threads or default_threads()
+    settings = Settings(stages, expert_shards, threads, num_layers)
     plan = make_plan(spec, stages, expert_shards, settings.threads, physical_cores())
     return Model(source, open_checkpoint(spec), plan, settings, environment, say)
 
@@ -217,9 +219,11 @@ class Model:
             require_memory(memory_need(self.config, self.plan, positions), limits.available_bytes, limits.decided_by)
 
     def _start(self) -> None:
-        runtime = self._running.enter_context(ray_runtime(RaySettings(address=self._environment.ray_address)))
+        runtime = self._running.enter_context(
+            ray_runtime(RaySettings(self._environment.ray_address, workers=self.plan.num_processes))
+        )
         self._ray = runtime.describe()
-        self._say(f"ray: {self._ray}")
+        self._say(self._ray)
         memory = self._running.enter_context(ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}))
         chain = ActorChain(self.plan, runtime.actor_options)
         self._running.callback(chain.stop)

@@ -22,6 +22,15 @@ app = typer.Typer(
 
 INTERRUPTED = 130
 
+
+def whole_number(text: str) -> int:
+    """Return the whole number that an option was given."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"found {text!r}, expected a whole number") from None
+
+
 ModelDir = Annotated[
     Path | None,
     typer.Argument(help="The checkpoint's folder. Default: K3_MODEL_DIR, else the embedded model.", show_default=False),
@@ -37,20 +46,30 @@ def generate(
         Path | None, typer.Option(help="A file whose bytes are the prompt, as they are.", show_default=False)
     ] = None,
     ids: Annotated[str | None, typer.Option(help="The prompt as token ids: 3,5,7.", show_default=False)] = None,
-    gen: Annotated[int, typer.Option(help="How many tokens to generate, 1 to 4096.")] = 8,
+    gen: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="How many tokens to generate, 1 to 4096.")
+    ] = 8,
     tok: Annotated[
         Path | None,
         typer.Option(help="The vocabulary's folder. Default: K3_TOK_FILES, else MODEL_DIR.", show_default=False),
     ] = None,
     config: Config = None,
-    layers: Annotated[int | None, typer.Option(help="Run only the first so many layers.", show_default=False)] = None,
-    stages: Annotated[int, typer.Option(help="Processes that share the layers.")] = 1,
+    layers: Annotated[
+        int | None,
+        typer.Option(parser=whole_number, metavar="N", help="Run only the first so many layers.", show_default=False),
+    ] = None,
+    stages: Annotated[int, typer.Option(parser=whole_number, metavar="N", help="Processes that share the layers.")] = 1,
     expert_shards: Annotated[
-        int, typer.Option(help="Processes that hold the routed experts; 0: the stages hold them.")
+        int,
+        typer.Option(
+            parser=whole_number, metavar="N", help="Processes that hold the routed experts; 0: the stages hold them."
+        ),
     ] = 0,
     threads: Annotated[
         int | None,
         typer.Option(
+            parser=whole_number,
+            metavar="N",
             help="Threads of all processes together. Default: OMP_NUM_THREADS, else the physical cores allowed.",
             show_default=False,
         ),
@@ -108,9 +127,16 @@ def make_checkpoint(
         typer.Option("--set", help="A width, like hidden_size=256; may be given again.", show_default=False),
     ] = None,
     released: Annotated[bool, typer.Option("--released", help="Begin from the released widths.")] = False,
-    layers: Annotated[int | None, typer.Option(help="How many layers.", show_default=False)] = None,
-    experts: Annotated[int | None, typer.Option(help="How many routed experts a layer.", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same bytes.")] = 0,
+    layers: Annotated[
+        int | None, typer.Option(parser=whole_number, metavar="N", help="How many layers.", show_default=False)
+    ] = None,
+    experts: Annotated[
+        int | None,
+        typer.Option(parser=whole_number, metavar="N", help="How many routed experts a layer.", show_default=False),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="The same seed makes the same bytes.")
+    ] = 0,
 ) -> None:
     """Write a seeded synthetic checkpoint of any widths in the released format."""
     from k3ray.commands.make_checkpoint import run

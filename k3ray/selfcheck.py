@@ -66,8 +66,8 @@ def selfcheck(model_dir: Path | None, say: Callable[[str], None]) -> Iterator[Ga
     largest = make_plan(spec, most[0], most[1], 1, ())
     limits = memory_limits()
     require_memory(memory_need(config, largest, 2 * PROMPT_LENGTH), limits.available_bytes, limits.decided_by)
-    with ray_runtime(RaySettings(address=environment.ray_address)) as runtime:
-        say(f"ray: {runtime.describe()}")
+    with ray_runtime(RaySettings(environment.ray_address, workers=largest.num_processes)) as runtime:
+        say(runtime.describe())
         chain = ActorChain(largest, runtime.actor_options)
         try:
             embedded = source.said_by.startswith("the embedded model")
