@@ -152,10 +152,9 @@ def main() -> NoReturn:
         _tell(str(failure))
         sys.exit(failure.exit_code)
     except typer.Exit as ending:
-        sys.exit(ending.exit_code)
+        code = ending.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        _tell("interrupted; nothing is left running")
-        sys.exit(INTERRUPTED)
+        code = INTERRUPTED
     except BrokenPipeError:
         sys.exit(1)
     except Exception as error:
@@ -163,6 +162,8 @@ def main() -> NoReturn:
             _tell(f"{error.format_message()} (see k3ray --help)")
             sys.exit(2)
         raise
+    if code == INTERRUPTED:
+        _tell("interrupted; nothing is left running")
     sys.exit(code or 0)
 
 
