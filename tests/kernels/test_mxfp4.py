@@ -160,6 +160,21 @@ def test_the_twins_bits_for_any_batch(rows: int, columns: int, pool: RowPool) ->
         assert out.tobytes() == expected[:tokens].tobytes()
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("quanta", "kept"), [(0.5, 0), (0.75, 1), (1.0, 1), (1.5, 2), (2.5, 2), (-0.5, 0), (-1.5, -2), (12345.75, 12346)]
+)
+def test_a_value_is_rounded_to_its_groups_quantum(quanta: float, kept: int, tokens: int, pool: RowPool) -> None:
+    """The largest value is 1 = 0.5 * 2^1, so the quantum is 2^(1 - 44); the two ones cancel and leave the rounding."""
+    x = np.zeros((tokens, 32), np.float32)
+    x[:, :3] = [1.0, 1.0, quanta * 2.0**-43]
+    packed = np.zeros((1, 16), np.uint8)
+    packed[0, :2] = [0x2A, 0x02]  # weights -1, 1, 1
+    scales = np.array([[127]], np.uint8)
+    for row in mxfp4.matmul(packed, scales, quantise(x), pool):
+        assert row.tolist() == [kept * 2.0**-43]
+
+
 def test_the_order_of_groups_shows_in_these_cases() -> None:
     packed, scales, x = _case(66, 1568, 1)
     backwards = packed.reshape(66, -1, 16)[:, ::-1].reshape(66, -1), scales[:, ::-1], x.reshape(-1, 32)[::-1]
@@ -182,6 +197,9 @@ def _groups(draw: st.DrawFn) -> tuple[Bytes, Bytes, Floats]:
         bits[0, 0] = draw(st.sampled_from([0x7F7FFFFF, 0xFF7FFFFF, 1, 0x80000001, 0x00800000, 0x007FFFFF, 0x80000000]))
     scales = draw(st.lists(st.sampled_from([0, 1, 2, 64, 126, 127, 128, 200, 253, 254, 255]), min_size=2, max_size=2))
     packed = random.integers(0, 256, (3, 16 * groups), dtype=np.uint8)
+    if draw(st.booleans()):  # columns 0 and 1 of each group cancel, which leaves what was rounded beside them
+        bits[:, 1::32] = bits[:, 0::32]
+        packed[:, ::16] = packed[:, ::16] & 15 | (packed[:, ::16] & 15 ^ 8) << 4
     return packed, np.resize(np.array(scales, np.uint8), (3, groups)), bits.view(np.float32)
 
 
