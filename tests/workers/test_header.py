@@ -209,6 +209,7 @@ def test_repeated_metadata_is_said(tmp_path: Path) -> None:
         ({"__metadata__": {"a": 1}, "b": tensor(0, 6)}, 'tensor "__metadata__": found {"a": 1}, expected an object of'),
         ({"__metadata__": None, "b": tensor(0, 6)}, "found null, expected an object of strings"),
         ({"__metadata__": tensor(0, 6)}, "expected an object of strings"),
+        ({"b": tensor(0, 6), "__metadata__": tensor(6, 6)}, "expected an object of strings"),
         ({"\ud800": tensor(0, 6)}, "a lone surrogate"),
         ([tensor(0, 6)], "a header that begins with b'['"),
     ],
@@ -253,8 +254,11 @@ def test_a_short_read_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_fast_way_and_the_strict_way_agree(k3b_dir: Path) -> None:
     data = (k3b_dir / "model-00002-of-000005.safetensors").read_bytes()
     text = data[8 : 8 + int.from_bytes(data[:8], "little")]
-    escaped = text.replace(b'"language_model', b'"\\u006canguage_model')
-    assert decode_entries(text, Path("a")) == decode_entries(escaped, Path("a"))
+    names, entries = decode_entries(text, Path("a"))
+    last = text.rstrip()[:-1]
+    strict = last + b',"quo\\"te":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+    assert decode_entries(strict, Path("a"))[0] == [*names, 'quo"te']
+    assert decode_entries(strict, Path("a"))[1][:-1] == entries
 
 
 NAMES = st.text(max_size=12) | st.sampled_from(["__metadata__", "dtype", "shape", "data_offsets", "a.1.b"])

@@ -2,7 +2,7 @@
 
 Two ways to the same answer. The fast one decodes into typed records and proves that no key was repeated by counting; it
 gives up on anything unusual. The strict one then finds what is wrong and names the tensor, or, where nothing is wrong
-(a backslash in a name, say), gives the entries.
+(a quote in a name, say), gives the entries.
 """
 
 from __future__ import annotations
@@ -75,12 +75,10 @@ def decode_entries(text: bytes, path: Path) -> tuple[list[str], list[Entry]]:
 def _decode_fast(text: bytes) -> dict[str, Entry] | None:
     """The entries, or None when this way cannot prove that they are right.
 
-    Without a backslash a string is what stands between two quotes, and an entry written once has ten: its name, its
-    three keys and its dtype. An entry that a later one of the same name replaced, or a key written twice, adds to
-    them, so ten quotes for each name kept leave no room for either.
+    An entry written once has ten quotes around its strings: its name, its three keys and its dtype. An entry that a
+    later one of the same name replaced, a key written twice and a quote inside a string add to them, so ten quotes for
+    each name kept leave no room for any.
     """
-    if b"\\" in text:
-        return None
     body = text
     try:
         if (found := _METADATA.match(text)) is not None:
