@@ -39,6 +39,14 @@ def test_the_last_tap_is_the_current_token_and_the_first_the_oldest() -> None:
     np.testing.assert_allclose(got[:, 0], taps / (1 + np.exp(-taps)), rtol=1e-6)
 
 
+def test_the_taps_are_added_oldest_first() -> None:
+    weight = np.ones((2, 4), np.float32)
+    tail = np.array([[1e30, 0], [-1e30, 1], [1, -1e30]], np.float32)
+    x = np.array([[0, 1e30]], np.float32)
+    got = short_convolution(x, weight, tail)  # 1 survives when the large ones have met before it comes
+    np.testing.assert_allclose(got, [[1 / (1 + np.exp(-1)), 0]], rtol=1e-6)
+
+
 def test_a_forgotten_history_shows() -> None:
     rng = np.random.default_rng(4)
     x, weight = rng.standard_normal((8, 5), dtype=np.float32), rng.standard_normal((5, 4), dtype=np.float32)

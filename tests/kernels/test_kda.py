@@ -75,6 +75,41 @@ def test_the_twin_has_the_same_bits(tokens: int, heads: int, d: int) -> None:
     assert out.tobytes() == twin_out.tobytes() and state.tobytes() == theirs.tobytes()
 
 
+def test_the_twin_has_the_same_bits_where_the_roundings_show() -> None:
+    """Sums that cancel leave only rounding errors, which tell a fused step from two and one order from another."""
+    rng = np.random.default_rng(12)
+    heads, d = 8, 32
+    state, pairs = rng.standard_normal((heads, d, d), dtype=np.float32), np.tile([1, -1], d // 2)
+    state[:, 1::2] = state[:, ::2]
+    state[:, 4:8] = 0  # rows without a past show what is written
+    twins = np.repeat(rng.standard_normal((1, heads * d // 2), dtype=np.float32), 2, axis=1)
+    alternating = (twins.reshape(heads, d) * pairs).astype(np.float32).reshape(1, -1)
+    ones, zeros = np.ones((1, heads * d), np.float32), np.zeros((1, heads * d), np.float32)
+    for k in (zeros, alternating):  # without a write o cancels, with one u does
+        case = Case(state, alternating, k, zeros, ones, np.zeros((1, heads), np.float32))
+        out, after = case.run()
+        theirs = case.state.copy()
+        assert out.tobytes() == twin.recurrence(theirs, case.q, k, zeros, ones, case.beta_logits).tobytes()
+        assert after.tobytes() == theirs.tobytes()
+        assert 0 < np.abs(out).max() < 1e-3 if k is zeros else 0 < np.abs(after[:, 4]).max() < 1e-14
+
+
+def test_the_twin_has_the_same_bits_where_the_write_cancels_the_state() -> None:
+    case = make(1, 40, 32, seed=13)
+    v = np.empty_like(case.v)
+    for h in range(40):  # w * k[0] is as close to -S[0,j] as a float32 v can bring it
+        k = case.k[0, 32 * h : 32 * h + 32].astype(np.float64)
+        k = k / np.sqrt((k * k).sum() + 1e-6)
+        faded = case.state[h] * case.alpha[0, 32 * h : 32 * h + 32, None].astype(np.float64)
+        beta = 1 / (1 + np.exp(-float(case.beta_logits[0, h])))
+        v[0, 32 * h : 32 * h + 32] = faded.T @ k - faded[0] / (k[0] * beta)
+    case = Case(case.state, case.q, case.k, v, case.alpha, case.beta_logits)
+    out, state = case.run()
+    theirs = case.state.copy()
+    assert out.tobytes() == twin.recurrence(theirs, case.q, case.k, v, case.alpha, case.beta_logits).tobytes()
+    assert state.tobytes() == theirs.tobytes() and np.abs(state[:, 0]).max() < 1e-4
+
+
 @pytest.mark.parametrize("cut", [1, 7, 16])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_no_cutting_and_no_number_of_threads_moves_a_bit(cut: int, threads: int) -> None:

@@ -93,6 +93,43 @@ def test_the_twin_has_the_same_bits_at_other_widths(heads: int, latent: int) -> 
     assert case.run(threads=2).tobytes() == case.twin().tobytes()
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_the_twin_has_the_same_bits_where_the_weighted_sum_cancels(tokens: int) -> None:
+    case = make(tokens, 72, latent=40)
+    case.q[:] = 0  # equal weights
+    case.cache[1:72:2] = -case.cache[:72:2]
+    case.cache[72 : 72 + tokens] = 0
+    out = case.run(threads=2)
+    assert out.tobytes() == case.twin().tobytes()
+    assert 0 < np.abs(out).max() < 1e-13  # only rounding errors are left
+
+
+def test_the_twin_has_the_same_bits_where_the_order_of_a_score_shows() -> None:
+    rng = np.random.default_rng(5)
+    latent, rope = 76, 7
+    kv_b = np.concatenate([np.eye(latent), rng.standard_normal((2, latent))]).astype(np.float32)  # folds q to itself
+    large = 2.0 ** rng.integers(50, 56, 32)
+    parts = np.concatenate([large, -large, rng.standard_normal(latent + rope - 64)]).astype(np.float32)
+    cache = np.stack([rng.permutation(parts) for _ in range(70)])
+    q = np.full((1, latent + rope), 0.01, np.float32)
+    case = Case(q, cache, 69, kv_b, 1, latent, rope, 2)
+    assert case.run().tobytes() == case.twin().tobytes()
+    order = np.concatenate([np.arange(latent)[::-1], latent + np.arange(rope)])
+    backwards = Case(q, cache[:, order].copy(), 69, kv_b[:, order[:latent]].copy(), 1, latent, rope, 2)
+    assert not np.allclose(case.run(), backwards.run(), rtol=1e-5)
+
+
+def test_the_fold_adds_key_rows_in_ascending_order() -> None:
+    rng = np.random.default_rng(6)
+    kv_b = np.concatenate([np.diag([1.0, 1, 1, 1]), np.ones((2, 4))]).astype(np.float32)
+    kv_b[:4, 0] = [2.0**54, 1.5, -(2.0**54), 0.25]
+    cache = rng.standard_normal((9, 7), dtype=np.float32)
+    case = Case(np.ones((1, 7), np.float32), cache, 8, kv_b, 1, 4, 3, 2)
+    assert case.run().tobytes() == case.twin().tobytes()
+    swapped = kv_b[[0, 2, 1, 3, 4, 5]].copy()
+    assert case.run().tobytes() != Case(case.q, cache, 8, swapped, 1, 4, 3, 2).run().tobytes()
+
+
 @pytest.mark.parametrize("cut", [1, 7, 16, 32, 33])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_no_cutting_and_no_number_of_threads_moves_a_bit(cut: int, threads: int) -> None:

@@ -91,6 +91,15 @@ def test_the_sum_over_experts_has_its_twins_bits(tokens: int, k: int, width: int
     assert combine(outputs, weights).tobytes() == twin.combine(outputs, weights).tobytes()
 
 
+def test_the_sum_over_experts_rounds_once_a_step() -> None:
+    rng = np.random.default_rng(2)
+    outputs, weights = rng.standard_normal((1, 2, 50), dtype=np.float32), np.full((1, 2), 1 / 3)
+    outputs[0, 1] = -outputs[0, 0]
+    got = combine(outputs, weights)
+    assert got.tobytes() == twin.combine(outputs, weights).tobytes()
+    assert 0 < np.abs(got).max() < 1e-15  # the rounding errors of the first products, not zeros
+
+
 def test_the_order_of_the_sum_matters_and_is_the_given_one() -> None:
     outputs = np.array([[[1e30], [-1e30], [1.0]]], np.float32)
     assert combine(outputs, np.ones((1, 3)))[0, 0] == 1.0

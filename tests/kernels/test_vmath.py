@@ -82,9 +82,12 @@ def test_the_twin_has_the_same_bits_over_the_whole_range(function: int) -> None:
 
 def test_the_twin_of_softmax_has_the_same_bits() -> None:
     rng = np.random.default_rng(5)
-    for count in (1, 2, 9, 130):
-        scores = rng.standard_normal(count) * 40
-        assert apply(SOFTMAX, scores).tobytes() == twin.softmax64(scores).tobytes()
+    for count in (1, 2, *range(9, 150, 7)):
+        for spread in (1, 40):
+            scores = rng.standard_normal(count) * spread
+            assert apply(SOFTMAX, scores).tobytes() == twin.softmax64(scores).tobytes()
+    backwards = apply(SOFTMAX, scores[::-1] / 40)[::-1]
+    assert backwards.tobytes() != apply(SOFTMAX, scores / 40).tobytes()  # the order of the sum does show
 
 
 def _tanh(x: Decimal) -> Decimal:
