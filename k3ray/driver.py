@@ -115,7 +115,10 @@ class Driver:
     def _frames(self, tokens: Mapping[int, Sequence[int]], every_position: bool) -> Iterator[ActivationFrame]:
         sent = dict.fromkeys(tokens, 0)
         while any(sent[session] < len(ids) for session, ids in tokens.items()):
-            sessions, positions, taken, wants = [], [], [], []
+            sessions: list[int] = []
+            positions: list[int] = []
+            taken: list[int] = []
+            wants: list[bool] = []
             for session, ids in tokens.items():
                 chunk = ids[sent[session] : sent[session] + self._prompt_chunk]
                 first = len(self._sessions[session].committed) + sent[session]

@@ -58,8 +58,8 @@ def read_expert(binding: Binding, reader: TensorReader, layer: int, expert: int)
         packed, scales = (reader.read(names[f"{part}.weight_{kind}"]) for kind in ("packed", "scale"))
         return Mxfp4Matrix(packed, scales)
 
-    matrices = [matrix(part) for part in ("w1", "w2", "w3")]
-    return Expert(*matrices, damaged=any((found.scales == NAN_SCALE).any() for found in matrices))
+    w1, w2, w3 = matrix("w1"), matrix("w2"), matrix("w3")
+    return Expert(w1, w2, w3, damaged=any((found.scales == NAN_SCALE).any() for found in (w1, w2, w3)))
 
 
 class ExpertStore:

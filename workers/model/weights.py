@@ -142,10 +142,17 @@ class WeightReader:
     def kda(self) -> KdaWeights:
         """Return a KDA layer's attention."""
         channels = self._config.kda_num_heads * self._config.kda_head_dim
-        convolutions = [self.vector(f"self_attn.{part}_conv1d.weight").reshape(channels, -1) for part in "qkv"]
+
+        def convolution(part: str) -> Float32Array:
+            return self.vector(f"self_attn.{part}_conv1d.weight").reshape(channels, -1)
+
         return KdaWeights(
-            *(self.matrix(f"self_attn.{part}_proj.weight") for part in "qkv"),
-            *convolutions,
+            q=self.matrix("self_attn.q_proj.weight"),
+            k=self.matrix("self_attn.k_proj.weight"),
+            v=self.matrix("self_attn.v_proj.weight"),
+            conv_q=convolution("q"),
+            conv_k=convolution("k"),
+            conv_v=convolution("v"),
             f_a=self.matrix("self_attn.f_a_proj.weight"),
             f_b=self.matrix("self_attn.f_b_proj.weight"),
             a_log=read_a_log(self._reader, self._names["self_attn.A_log"], self._config.kda_num_heads),
