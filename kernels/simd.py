@@ -101,10 +101,10 @@ def store(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, offset: ir.
     builder.store(value, builder.bitcast(at(builder, pointer, offset), value.type.as_pointer()), align=1)
 
 
-def prefetch(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value | int = 0) -> None:
-    """Ask for the cache line there; past the end of a mapping it is ignored by the CPU."""
+def prefetch(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, nearness: int = 3) -> None:
+    """Ask for the cache line there, into the first cache (3) or the second (2); past a mapping's end it does nothing."""
     function = llvm_function(builder, "llvm.prefetch.p0", ir.VoidType(), [BYTES, I32, I32, I32])
-    builder.call(function, [at(builder, pointer, offset), I32(0), I32(3), I32(1)])
+    builder.call(function, [at(builder, pointer, offset), I32(0), I32(nearness), I32(1)])
 
 
 def loop(
