@@ -55,11 +55,14 @@ def mixture_of_experts(
     latents = weights.down.apply(x)
     observe("latent_in", layer, latents)
     outputs = experts.begin(layer, expert_ids, latents)
-    shared = mlp(config, weights.shared, x)
+    shared = None if weights.shared is None else mlp(config, weights.shared, x)
     aggregate = router.combine(outputs(), expert_weights)
     observe("latent_aggregate", layer, aggregate)
     if weights.norm is not None:
         aggregate = rmsnorm(aggregate, weights.norm, config.rms_norm_eps)
         observe("latent_normed", layer, aggregate)
+    routed = weights.up.apply(aggregate)
+    if shared is None:
+        return routed
     observe("shared_out", layer, shared)
-    return weights.up.apply(aggregate) + shared
+    return routed + shared

@@ -78,14 +78,14 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """A MoE layer without its routed experts. bias: (experts,) f32. norm: (latent,) f32, None when unused."""
+    """A MoE layer without its routed experts. bias: (experts,) f32. norm: (latent,) f32. None: not in this model."""
 
     router: Matrix
     bias: Float32Array
     down: Matrix
     norm: Float32Array | None
     up: Matrix
-    shared: MlpWeights
+    shared: MlpWeights | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class WeightReader:
             down=self.matrix(f"{prefix}.routed_expert_down_proj.weight"),
             norm=self.vector(f"{prefix}.routed_expert_norm.weight") if self._config.latent_moe_use_norm else None,
             up=self.matrix(f"{prefix}.routed_expert_up_proj.weight"),
-            shared=self.mlp(f"{prefix}.shared_experts"),
+            shared=self.mlp(f"{prefix}.shared_experts") if self._config.num_shared_experts else None,
         )
 
 
