@@ -102,7 +102,7 @@ def store(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, offset: ir.
 
 
 def prefetch(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, nearness: int = 3) -> None:
-    """Ask for the cache line there, into the first cache (3) or the second (2); past a mapping's end it does nothing."""
+    """Ask for the cache line there, into the first cache (3) or the second (2); harmless past the end."""
     function = llvm_function(builder, "llvm.prefetch.p0", ir.VoidType(), [BYTES, I32, I32, I32])
     builder.call(function, [at(builder, pointer, offset), I32(0), I32(nearness), I32(1)])
 
