@@ -15,7 +15,15 @@ from numba import types
 
 from k3ray.kernels.compile import inlined, kernel, readable, writable
 from k3ray.kernels.lanes import lane_dot
-from k3ray.kernels.mla_tiles import POSITIONS, SCORE_QUERIES, WEIGH_QUERIES, add_panel, add_rows, weigh_channels
+from k3ray.kernels.mla_tiles import (
+    POSITIONS,
+    SCORE_QUERIES,
+    WEIGH_QUERIES,
+    add_panel,
+    add_rows,
+    fill_panel,
+    weigh_channels,
+)
 from k3ray.kernels.simd import fma
 from k3ray.kernels.threads import RowPool
 from k3ray.kernels.vmath import sigmoid64, softmax64
@@ -82,7 +90,7 @@ def _fold(q: Floats, kv_b: Halves, nope: int, folded: Doubles, low: int, high: i
 def _score(folded: Doubles, cache: Floats, end: int, scale: float, panel: Doubles, scores: Doubles) -> None:
     """scores[r,s] = (sum_c folded[r,c] * cache[s,c]) * scale for s < end, c ascending from 0.0 in double.
 
-    `scores` is wide enough for whole panels; what lies beyond `end` is never read.
+    `scores` is wide enough for whole panels; nothing beyond `end` is read.
     """
     queries, channels = folded.shape
     for start in range(0, end, POSITIONS):
@@ -92,7 +100,8 @@ def _score(folded: Doubles, cache: Floats, end: int, scale: float, panel: Double
                 scores[r, s] = 0.0
         for first in range(0, channels, CHANNELS):
             count = min(CHANNELS, channels - first)
-            for c in range(count):
+            fill_panel(cache, start, end - 1, first, count & ~3, panel)
+            for c in range(count & ~3, count):
                 for s in range(start, stop):
                     panel[c, s - start] = cache[s, first + c]
             for r in range(0, queries, SCORE_QUERIES):
@@ -143,7 +152,8 @@ def _attend(
     tokens, channels, latent = folded.shape[1], folded.shape[2], latents.shape[2]
     together = min(max(1, QUERIES // tokens), high - low)
     end = first_position + tokens
-    scores = np.empty((together * tokens, (end + POSITIONS - 1) // POSITIONS * POSITIONS))
+    # whole panels, and one cache line more so that the rows do not fall into the same sets of the cache
+    scores = np.empty((together * tokens, (end + POSITIONS - 1) // POSITIONS * POSITIONS + 8))
     panel, total = np.zeros((CHANNELS, POSITIONS)), np.empty((together * tokens, latent))
     for h in range(low, high, together):
         count = min(together, high - h) * tokens

@@ -57,6 +57,46 @@ def _rows(
 
 
 @intrinsic
+def fill_panel(typingctx: Any, cache: Any, start: Any, last: Any, first: Any, count: Any, panel: Any) -> Any:
+    """panel[c, s] = cache[min(start + s, last), first + c] for c in 0..count, a multiple of 4; s in 0..POSITIONS.
+
+    Four positions by four channels at a time, turned in registers.
+    """
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        _, start, last, first, count, _ = arguments
+        kinds, four = signature.args, vector(F32, 4)
+        pitch = builder.mul(array_shape(context, builder, kinds[0], arguments[0])[1], I64(4))
+        history = at(builder, array_bytes(context, builder, kinds[0], arguments[0]), builder.mul(first, I64(4)))
+        keys = array_bytes(context, builder, kinds[5], arguments[5])
+
+        def turn(s: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+            rows = []
+            for k in range(4):
+                position = builder.add(start, builder.add(s, I64(k)))
+                position = builder.select(builder.icmp_signed("<", position, last), position, last)
+                rows.append(at(builder, history, builder.mul(position, pitch)))
+
+            def turn_four(c: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                a, b, d, e = (load(builder, row, four, builder.mul(c, I64(4))) for row in rows)
+                low, high = [0, 4, 1, 5], [2, 6, 3, 7]
+                pairs = [(shuffle(builder, a, b, half), shuffle(builder, d, e, half)) for half in (low, high)]
+                columns = [shuffle(builder, x, y, half) for x, y in pairs for half in ([0, 1, 4, 5], [2, 3, 6, 7])]
+                for k, column in enumerate(columns):
+                    place = builder.mul(builder.add(c, I64(k)), I64(8 * POSITIONS))
+                    wide = builder.fpext(column, vector(F64, 4))
+                    store(builder, wide, keys, builder.add(place, builder.mul(s, I64(8))))
+                return carried
+
+            return loop(builder, I64(0), count, 4, carried, turn_four)
+
+        loop(builder, I64(0), I64(POSITIONS), 4, [], turn)
+        return context.get_dummy_value()
+
+    return types.void(cache, types.int64, types.int64, types.int64, types.int64, panel), emit
+
+
+@intrinsic
 def add_panel(
     typingctx: Any, folded: Any, query: Any, first: Any, panel: Any, count: Any, sums: Any, start: Any
 ) -> Any:
