@@ -1,8 +1,8 @@
 """Dense matrices, bf16 or f32, times one or many vectors: contract 2 of docs/numerics.md, at the memory's speed.
 
-One vector runs row by row. A batch runs in tiles of ROW_TILE rows by TOKEN_TILE tokens, over chunks of columns that
-stay in the first cache, with the sixteen lane sums of every output carried in memory from chunk to chunk: a lane's
-sum does not care where it rests, so a batch gives every token the bits it would get alone.
+One vector runs over two rows at a time. A batch runs in tiles of ROW_TILE rows by TOKEN_TILE tokens, over chunks of
+columns that stay in the first cache, with the sixteen lane sums of every output carried in memory from chunk to chunk:
+a lane's sum does not care where it rests, so a batch gives every token the bits it would get alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from k3ray.kernels.dense_tiles import (
     decode_rows,
     lane_sum,
     multiply_tile,
-    row_sum,
+    row_sums,
 )
 from k3ray.kernels.simd import aligned_doubles, fma
 from k3ray.kernels.threads import RowPool, block_rows
@@ -49,11 +49,14 @@ def _multiply_vector(weight: Any, x: Any, out: Any, low: int, high: int) -> None
     """out[0, low:high] = weight[low:high] @ x."""
     columns = weight.shape[1]
     whole = columns - columns % LANES
-    for row in range(low, high):
-        total = row_sum(weight, row, x)
+    for row in range(low, high, 2):
+        other = min(row + 1, high - 1)
+        total, other_total = row_sums(weight, row, other, x)
         for column in range(whole, columns):
             total = fma(as_double(weight, row, column), x[column], total)
+            other_total = fma(as_double(weight, other, column), x[column], other_total)
         out[0, row] = np.float32(total)
+        out[0, other] = np.float32(other_total)
 
 
 @kernel(types.void(_X, writable(types.float64, 4)))
