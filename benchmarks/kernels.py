@@ -17,8 +17,6 @@ import platform
 import re
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -163,24 +161,6 @@ def dispatch_microseconds(threads: int, blocks: int) -> float:
         )
 
 
-def compile_seconds() -> list[tuple[str, float]]:
-    """Cold compile seconds of every kernel, in a process with an empty cache."""
-    script = (
-        "import time\nfrom k3ray.kernels.compile import all_kernels\n"
-        "for k in all_kernels():\n    t = time.perf_counter(); k.compile()\n"
-        "    print(k.function.__module__.rpartition('.')[2] + k.function.__name__, time.perf_counter() - t)"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env=os.environ | {"NUMBA_CACHE_DIR": folder},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    return [(name, float(value)) for name, value in map(str.split, done.stdout.splitlines())]
-
-
 def _facts(machine: str) -> dict[str, Any]:
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
@@ -236,15 +216,9 @@ def main() -> None:
     parser.add_argument("--machine", default=_this_machine(), help="name of the results file")
     parser.add_argument("--csv", type=Path, default=None, help="default: benchmarks/results/<machine>-kernels.csv")
     parser.add_argument("--json", type=Path, default=None, help="also write this run there")
-    parser.add_argument("--compile", action="store_true", help="cold compile seconds of every kernel first")
     options = parser.parse_args()
     facts = _facts(options.machine)
     print(f"{options.machine}, load average {os.getloadavg()[0]:.2f} before the first round")
-    compiled = compile_seconds() if options.compile else []
-    for name, seconds in compiled:
-        print(f"cold compile {name:32} {seconds:6.2f} s")
-    if compiled:
-        print(f"cold compile of everything {sum(seconds for _, seconds in compiled):.1f} s")
     for threads in options.threads:
         dispatch = dispatch_microseconds(threads, 4 * threads)
         print(f"a run of {4 * threads} empty blocks, {threads} threads: {dispatch:.1f} us")
