@@ -35,7 +35,6 @@ Halves = npt.NDArray[np.uint16]
 TOKENS = 32  # of a long batch at a time: bounds the folded queries and the scores that are held
 QUERIES = 32  # (head, token) pairs that share one pass over the cache
 CHANNELS = 32  # of the panel of keys they share: 16 KB of doubles, so it stays in the first-level cache
-TILE_CHANNELS = weigh_channels()
 
 
 @inlined
@@ -118,13 +117,14 @@ def _weigh(scores: Doubles, first_position: int, tokens: int, cache: Floats, tot
     Token t stops before position first_position + t + 1. Tiles take what all tokens of the batch see.
     """
     queries, latent = total.shape
-    whole = latent - latent % TILE_CHANNELS
+    tile = weigh_channels()
+    whole = latent - latent % tile
     for r in range(queries):
         for c in range(latent):
             total[r, c] = 0.0
     for start in range(0, first_position + tokens, POSITIONS):
         shared = max(start, min(start + POSITIONS, first_position + 1))
-        for channel in range(0, whole, TILE_CHANNELS):
+        for channel in range(0, whole, tile):
             for r in range(0, queries, WEIGH_QUERIES):
                 add_rows(scores, r, cache, start, shared, channel, total)
         for r in range(queries):

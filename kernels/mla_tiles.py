@@ -29,9 +29,14 @@ SCORE_QUERIES, SCORE_VECTORS = 2, 4  # 8 sums of 16 registers with AVX2, of 32 w
 WEIGH_QUERIES, WEIGH_VECTORS = 4, 2
 
 
-def weigh_channels() -> int:
+@intrinsic
+def weigh_channels(typingctx: Any) -> Any:
     """How many channels a tile of `add_rows` covers."""
-    return WEIGH_VECTORS * double_lanes()
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        return I64(WEIGH_VECTORS * double_lanes())
+
+    return types.int64(), emit
 
 
 def _spread(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
