@@ -123,7 +123,8 @@ def matmul(
     row_bytes = columns * weight.itemsize
     if tokens == 1:
         wide = x[0].astype(np.float64)
-        pool.run(_multiply_vector, rows, weight, wide, out, block_rows=block_rows(rows, row_bytes, pool.threads))
+        shared = block_rows(rows, row_bytes, pool.threads, multiple=2)
+        pool.run(_multiply_vector, rows, weight, wide, out, block_rows=shared)
         return out
     tiles, blocks = -(-tokens // TOKEN_TILE), columns // LANES
     packed = aligned_empty((tiles, blocks, TOKEN_TILE, LANES), np.float64)

@@ -12,8 +12,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-BLOCKS_PER_THREAD = 4  # enough for a thread with a busy neighbour to be overtaken, few enough to cost little
+BLOCKS_PER_THREAD = 4  # at least, where the blocks stay large enough
 SMALLEST_BLOCK_BYTES = 64 * 1024  # of weights: about six microseconds of memory, a few times what claiming costs
+LARGEST_BLOCK_BYTES = 1024 * 1024  # about a tenth of a millisecond: what the others may wait for a slowed thread
 
 
 def block_rows(rows: int, row_bytes: int, threads: int, multiple: int = 1) -> int:
@@ -23,7 +24,8 @@ def block_rows(rows: int, row_bytes: int, threads: int, multiple: int = 1) -> in
     """
     fair = -(-rows // (BLOCKS_PER_THREAD * threads))
     smallest = -(-SMALLEST_BLOCK_BYTES // max(1, row_bytes))
-    return -(-max(fair, smallest) // multiple) * multiple
+    largest = max(1, LARGEST_BLOCK_BYTES // max(1, row_bytes))
+    return -(-max(min(fair, largest), smallest) // multiple) * multiple
 
 
 class _Task:
