@@ -52,11 +52,10 @@ def reason_of(error: BaseException) -> str:
 
 
 @contextmanager
-def ray_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for the processes that Ray starts, and for Ray in this process; puts back what it found."""
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables for the processes that are started within it; puts back what it found."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
-    _read_again()
     try:
         yield
     finally:
@@ -65,6 +64,16 @@ def ray_environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def authentication(mode: str, **values: str) -> Iterator[None]:
+    """Lets Ray in this process and in those it starts use tokens or not ("token", "disabled"); puts back the user's."""
+    try:
+        with variables({"RAY_AUTH_MODE": mode, **values}):
+            _read_again()
+            yield
+    finally:
         _read_again()
 
 

@@ -16,7 +16,7 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 
 from k3ray.cluster.ray_directory import SESSION
-from k3ray.cluster.ray_settings import SYSTEM, WORKER_ENVIRONMENT, PrivateSettings
+from k3ray.cluster.ray_settings import SYSTEM, PrivateSettings
 
 LOOPBACK = "127.0.0.1"  # the daemons and workers listen there and nowhere else
 REGISTRATION_S = 30.0
@@ -24,6 +24,8 @@ REGISTRATION_S = 30.0
 # The raylet insists on two agents and ends when one of them does. These wait for the end of their input, which comes
 # when the raylet ends. They are only asked for runtime environments and metrics, which we do not use.
 AGENT = '/bin/sh -c "exec cat" k3ray-agent'
+AGENT_OPTIONS = ("--dashboard_agent_command", "--runtime_env_agent_command")
+PORT_OPTIONS = ("--metrics-agent-port", "--metrics_export_port", "--runtime_env_agent_port")
 NO_PORT = "1"  # a port at which nobody answers; zero would make the raylet wait until the agent tells its own
 
 
@@ -49,7 +51,6 @@ class Head(Node):  # type: ignore[misc]  # Ray ships no types for it
             include_dashboard=False,
             include_log_monitor=False,
             no_monitor=True,
-            env_vars=dict(WORKER_ENVIRONMENT),
             resource_isolation_config=ResourceIsolationConfig(),
             _system_config=dict(SYSTEM),
         )
@@ -60,9 +61,9 @@ class Head(Node):  # type: ignore[misc]  # Ray ships no types for it
             raise
 
     def stop(self) -> None:
-        """Ends the raylet, then the gcs_server: asked for first, killed after a second."""
+        """Kills the raylet and the gcs_server: they hold nothing that is to be saved."""
         if hasattr(self, "all_processes"):  # else the start failed before Ray had made it
-            self.kill_all_processes(check_alive=False, allow_graceful=True)
+            self.kill_all_processes(check_alive=False)
 
     @property
     def driver_address(self) -> str:
@@ -97,14 +98,8 @@ class Head(Node):  # type: ignore[misc]  # Ray ships no types for it
 
 def lean_raylet(command: list[str], workers: int) -> list[str]:
     """The raylet's command line with idle agents at no port. Raises LookupError where Ray's options have changed."""
-    changed = {
-        "--dashboard_agent_command": AGENT,
-        "--runtime_env_agent_command": AGENT,
-        "--metrics-agent-port": NO_PORT,
-        "--metrics_export_port": NO_PORT,
-        "--runtime_env_agent_port": NO_PORT,
-        "--num_prestart_python_workers": str(workers),
-    }
+    changed = dict.fromkeys(AGENT_OPTIONS, AGENT) | dict.fromkeys(PORT_OPTIONS, NO_PORT)
+    changed["--num_prestart_python_workers"] = str(workers)
     lean = []
     for argument in command:
         name = argument.partition("=")[0]

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from k3ray.cluster.ray_driver import RayFailure, connect, ray_environment
+from k3ray.cluster.ray_driver import RayFailure, authentication, connect
 
 CONNECT_S = 3.0
 PROBE_S = 11.0
@@ -45,7 +45,7 @@ def announced_address() -> str | None:
 
     A file of another user is not believed: it would send this user's token to a port of the other one's choice.
     """
-    with suppress(ImportError, AttributeError, OSError):
+    with suppress(ImportError, AttributeError, OSError, RayFailure):
         path = Path(importlib.import_module("ray._common.utils").get_ray_address_file(None))
         if path.stat().st_uid in (0, os.getuid()):
             address = path.read_text().strip()
@@ -86,7 +86,7 @@ def examine(address: str) -> Cluster:
 @contextmanager
 def joined_ray(cluster: Cluster) -> Iterator[None]:
     """Connects this process as a driver; at the end the cluster ends our actors, and nothing else of it changes."""
-    with ray_environment({"RAY_AUTH_MODE": cluster.mode}):
+    with authentication(cluster.mode):
         connect(cluster.address)
         try:
             yield
@@ -108,19 +108,17 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _reachable(address: str) -> str:
-    """The address as Ray must be told it: Ray takes a loopback address for the outer one of this machine."""
+    """The address that Ray would make of it: the outer one of this machine for a loopback one (Ray listens there)."""
     host, port = _host_and_port(address)
-    if host not in LOOPBACK:
-        if _accepts(host, port):
-            return address
-    elif _accepts(outer := ray.util.get_node_ip_address(), port):
-        return f"{outer}:{port}"
-    elif _accepts("127.0.0.1", port):
-        return f"[::ffff:127.0.0.1]:{port}"
-    raise RayFailure(
-        f"no Ray cluster answers at {address}: start one there with `ray start --head`, or correct RAY_ADDRESS, "
-        f"{OWN_INSTEAD}"
-    )
+    if host in LOOPBACK:
+        host = ray.util.get_node_ip_address()
+        address = f"{host}:{port}"
+    if not _accepts(host, port):
+        raise RayFailure(
+            f"no Ray cluster answers at {address}: start one there with `ray start --head`, or correct RAY_ADDRESS, "
+            f"{OWN_INSTEAD}"
+        )
+    return address
 
 
 def _accepts(host: str, port: int) -> bool:

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import ray
 
 from k3ray.cluster import machine
-from k3ray.cluster.processes import children_of, descendants, role_of
-from k3ray.cluster.ray_directory import session_directory
-from k3ray.cluster.ray_driver import connect, quieten, ray_environment, reason_of
-from k3ray.cluster.ray_settings import SYSTEM, PrivateSettings, private_settings
-
-ENDING_S = 3.0  # what the processes are given to end by themselves
+from k3ray.cluster.processes import children_of, role_of
+from k3ray.cluster.ray_directory import VARIABLE, session_directory
+from k3ray.cluster.ray_driver import authentication, connect, quieten, reason_of, variables
+from k3ray.cluster.ray_settings import SYSTEM, WORKER_ENVIRONMENT, PrivateSettings, private_settings
+from k3ray.cluster.signals import signals_held_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +34,19 @@ class PrivateRay:
 def private_ray(workers: int, store_bytes: int) -> Iterator[PrivateRay]:
     """Starts Ray, connects this process as its driver, and at the end stops both and leaves no trace.
 
-    `workers`: how many actors to prepare for, each in a process started ahead. Raises RayFailure with Ray's reason.
+    It has a token that only this run knows, whatever the user's own clusters have. `workers`: how many actors to
+    prepare for, each in a process started ahead. Raises RayFailure with Ray's reason.
     """
     quieten()
-    with session_directory() as directory, ray_environment(_variables()):
+    with session_directory() as directory, authentication("token", RAY_AUTH_TOKEN=secrets.token_hex(32)):
         machine_bytes = machine.memory_limits().machine_bytes
         settings = private_settings(directory, workers, store_bytes, len(machine.affinity()), machine_bytes)
         before = children_of(os.getpid())
         with ExitStack() as running:
-            slow_reason = _start(settings, running)
+            with variables({**WORKER_ENVIRONMENT, VARIABLE: str(directory)}), signals_held_back():
+                slow_reason = _start(settings, running)
             daemons = {pid: role_of(pid) for pid in children_of(os.getpid()) - before}
-            try:
-                yield PrivateRay(daemons, settings, slow_reason)
-            finally:
-                processes = descendants(daemons)  # the workers lose their parent with the raylet
-                running.close()
-                _await_end(processes)
-
-
-def _variables() -> dict[str, str]:
-    """A token that only this run knows, whatever mode and token the user's own clusters have."""
-    return {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # answers a question that some versions print
-    }
+            yield PrivateRay(daemons, settings, slow_reason)
 
 
 def _start(settings: PrivateSettings, running: ExitStack) -> str | None:
@@ -99,14 +84,3 @@ def _start_public(settings: PrivateSettings, running: ExitStack) -> None:
         _system_config=SYSTEM,
     )
     running.callback(ray.shutdown)
-
-
-def _await_end(processes: Sequence[int]) -> None:
-    """Waits until all have ended, and kills those that take too long."""
-    deadline = time.monotonic() + ENDING_S
-    while descendants(processes):
-        if time.monotonic() > deadline:
-            for pid in descendants(processes):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)

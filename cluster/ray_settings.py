@@ -21,7 +21,8 @@ SYSTEM = {
 }
 
 # The workers compute in pools of their own, so OpenBLAS needs no thread per core. OMP_NUM_THREADS is left as it is.
-WORKER_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+# The second answers a question that some versions of Ray print about graphics processors.
+WORKER_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 @dataclass(frozen=True, slots=True)

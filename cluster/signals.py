@@ -45,6 +45,20 @@ def unwinding_signals() -> Iterator[None]:
 
 
 @contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Holds back, for this thread, the signals of a closing terminal until its end.
+
+    Processes that are started within it never get them: the terminal sends them to all of us, and it is for us to end
+    the others in order. (Ray does so for Ctrl-C.)
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGQUIT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def ignored_signals() -> Iterator[None]:
     """Within it neither Ctrl-C nor a request to end interrupts: for a short ending that must be complete."""
     with kept_signals():

@@ -46,7 +46,7 @@ def test_descendants_are_counted_and_the_peak_outlives_them() -> None:
         with holder(40) as process:
             during = memory.sample()
             assert 40 * MIB <= during.total_bytes - before < 70 * MIB
-            assert during.role_counts["driver"] == 1
+            assert during.role_counts == {"driver": 2}
             assert process.poll() is None
         after = memory.sample().total_bytes
         assert after < before + 20 * MIB

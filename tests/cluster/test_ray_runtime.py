@@ -1,0 +1,333 @@
+"""Ray for one run: what it starts, how it ends (each way a process can end), and how a running cluster is joined.
+
+Every process of a test carries a mark in its environment, by which what is left behind is found whoever its parent is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from k3ray.cluster import ray_directory, ray_join  # noqa: E402
+from k3ray.cluster.processes import ProcessMemory  # noqa: E402
+from k3ray.cluster.ray_driver import RayFailure  # noqa: E402
+from k3ray.cluster.ray_runtime import RayRuntime, RaySettings, ray_runtime  # noqa: E402
+
+MARK = "K3RAY_TEST_MARK"
+MIB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
+
+# Starts Ray as {settings}, two actors of which one never returns from its call, says so, then does {then}.
+DRIVER = """
+import os, sys, time
+import numpy, ray
+from k3ray.cluster import ray_private, ray_runtime
+from k3ray.workers.failure import Failure
+
+class Busy:
+    def where(self): return os.getpid(), os.getcwd(), sys.executable
+    def size(self, array): return array.nbytes
+    def spin(self):
+        while True: pass
+
+{before}
+try:
+    with ray_runtime.ray_runtime(ray_runtime.RaySettings({settings})) as runtime:
+        actors = [ray.remote(Busy).options(**runtime.actor_options(0, None, "busy-%d" % i)).remote() for i in range(2)]
+        assert ray.get(actors[0].size.remote(numpy.zeros(10 << 20, numpy.uint8))) == 10 << 20
+        ray.get([actor.where.remote() for actor in actors])
+        running = actors[1].spin.remote()
+        print(runtime.describe(), flush=True)
+        {then}
+except Failure as failure:
+    print(failure)
+    sys.exit(failure.exit_code)
+except KeyboardInterrupt:
+    print("interrupted")
+except ZeroDivisionError:
+    print("divided")
+print("end")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory of a test's own, and the environment of its processes."""
+
+    path: Path
+    environment: dict[str, str]
+
+    @property
+    def mark(self) -> str:
+        return f"{MARK}={self.environment[MARK]}"
+
+    def run(self, code: str, *, timeout_s: float = 40.0, **extra: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            env=self.environment | extra,
+            cwd=self.path,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def start(self, code: str, **extra: str) -> subprocess.Popen[str]:
+        """Starts a driver in a session of its own and waits for its first line."""
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", code],
+            env=self.environment | extra,
+            cwd=self.path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("Ray: "), process.communicate()
+        return process
+
+    def left(self) -> list[str]:
+        """What still runs or lies about."""
+        found = [str(path) for path in self.path.glob("k3ray-*")]
+        for pid in ray_directory.marked(self.mark):
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found.append(command.replace(b"\0", b" ").decode()[:200].rstrip())
+        return found
+
+    def seconds_until_nothing_is_left(self, limit_s: float = 20.0, also: int = 0) -> float:
+        started = time.monotonic()
+        while len(self.left()) > also and time.monotonic() - started < limit_s:
+            time.sleep(0.05)
+        assert len(self.left()) <= also, self.left()
+        return time.monotonic() - started
+
+
+def make_place() -> Place:
+    path = Path(tempfile.mkdtemp(prefix="k3t-", dir="/tmp"))  # pytest's directories are too long for sockets
+    (path / "home").mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    places = {"TMPDIR": str(path), "RAY_TMPDIR": str(path), "HOME": str(path / "home")}
+    return Place(path, kept | places | {MARK: uuid.uuid4().hex})
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    made = make_place()
+    yield made
+    try:
+        made.seconds_until_nothing_is_left()
+    finally:
+        shutil.rmtree(made.path)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[RayRuntime]:
+    with ray_runtime(RaySettings(address="local", workers=2)) as running:
+        yield running
+
+
+def driver(then: str = "pass", settings: str = "'local', 2", before: str = "") -> str:
+    return DRIVER.format(then=then, settings=settings, before=before)
+
+
+class Actor:
+    def facts(self) -> dict[str, Any]:
+        names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        return {"pid": os.getpid(), "python": sys.executable, **{name: os.environ.get(name) for name in names}}
+
+
+@pytest.mark.ray
+def test_a_private_ray_is_two_daemons_and_the_actors(runtime: RayRuntime) -> None:
+    assert runtime.started and runtime.address == ""
+    assert runtime.describe() == "Ray: started its own, 200 MB object store in /dev/shm"
+    assert sorted(runtime.daemon_pids().values()) == ["gcs_server", "raylet"]
+    actors = [ray.remote(Actor).options(**runtime.actor_options(8, 1 << 60, f"a-{i}")).remote() for i in range(3)]
+    facts = ray.get([actor.facts.remote() for actor in actors], timeout=30)
+    assert len({fact["pid"] for fact in facts}) == 3
+    assert all(fact["python"] == sys.executable and fact["OPENBLAS_NUM_THREADS"] == "1" for fact in facts)
+    found = ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}).sample()
+    assert found.role_counts["Actor"] == 3
+    assert (
+        {"driver", "raylet", "gcs_server"}
+        <= set(found.role_bytes)
+        <= {"driver", "raylet", "gcs_server", "Actor", "idle worker"}
+    )
+
+
+@pytest.mark.ray
+def test_a_private_ray_is_to_be_reached_from_this_machine_only_and_with_its_token_only(runtime: RayRuntime) -> None:
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
+    outer = ray.util.get_node_ip_address()
+    assert outer == "127.0.0.1"
+    with pytest.raises(RayFailure, match="refuses the one that was found"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", "00" * 32)
+        ray_join.examine(f"[::ffff:127.0.0.1]:{port}")
+
+
+@pytest.mark.ray
+def test_the_object_store_on_the_disk_and_an_exception(place: Place) -> None:
+    small = (
+        "import functools, pathlib\n"
+        "ray_private.private_settings = functools.partial("
+        "ray_private.private_settings, shared_memory=pathlib.Path('/nowhere'))"
+    )
+    done = place.run(driver("1 / 0", before=small))
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"Ray: started its own, 200 MB object store in {place.path}/k3ray-")
+    assert lines[1:] == ["divided", "end"]
+    assert place.left() == []
+    assert list((place.path / "home").iterdir()) == []
+
+
+@pytest.mark.ray
+def test_where_the_private_parts_of_ray_have_changed_it_is_started_the_public_way(place: Place) -> None:
+    changed = "from k3ray.cluster import ray_head\nray_head.AGENT_OPTIONS = ('--no_such_option',)"
+    done = place.run(driver(before=changed))
+    assert done.stderr == ""
+    assert "started slowly, with all its helpers: this version of Ray has no option --no_such_option" in done.stdout
+    assert done.stdout.endswith("\nend\n")
+    assert place.seconds_until_nothing_is_left(5) < 5
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("number", "whole_group", "last_line", "code"),
+    [
+        (signal.SIGINT, True, "end\n", 0),  # Ctrl-C at a terminal goes to every process of the group
+        (signal.SIGTERM, False, "", 143),
+        (signal.SIGHUP, True, "", 129),
+        (signal.SIGKILL, False, "", -9),
+    ],
+)
+def test_a_signal(place: Place, number: signal.Signals, whole_group: bool, last_line: str, code: int) -> None:
+    process = place.start(driver("time.sleep(60)"))
+    if whole_group:
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid, number)
+    output, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (code, "")
+    assert output.endswith(last_line)
+    if number != signal.SIGKILL:
+        assert place.left() == []
+    assert place.seconds_until_nothing_is_left() < 10
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """A cluster as `ray start --head` makes it where a token exists: it asks for that token."""
+
+    place: Place
+    address: str
+    port: int
+
+    def actors(self) -> list[str]:
+        return [line for line in self.place.left() if "Busy" in line]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    made = make_place()
+    (made.path / "home" / ".ray").mkdir()
+    (made.path / "home" / ".ray" / "auth_token").write_text("ab" * 32)
+    port = free_port()
+    options = {
+        "port": port,
+        "dashboard-agent-listen-port": free_port(),
+        "min-worker-port": 0,
+        "max-worker-port": 0,
+        "num-cpus": 2,
+        "object-store-memory": 80 * MIB,
+        "include-dashboard": "false",
+    }
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    subprocess.run(command, env=made.environment, check=True, capture_output=True, timeout=40)
+    try:
+        yield RunningCluster(made, (made.path / "ray" / "ray_current_cluster").read_text(), port)
+    finally:
+        ray_directory.kill_marked(made.mark)
+        assert made.left() == []
+        shutil.rmtree(made.path)
+
+
+@pytest.mark.ray
+def test_a_cluster_that_is_announced_on_this_machine_is_joined_and_left_as_it_was(cluster: RunningCluster) -> None:
+    done = cluster.place.run(driver(settings="None, 2"))
+    assert done.stderr == ""
+    assert done.stdout == f"Ray: joined the cluster at {cluster.address}, 1 node\nend\n"
+    deadline = time.monotonic() + 10
+    while cluster.actors() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert cluster.actors() == []
+    assert ray_join.examine(cluster.address)
+
+
+@pytest.mark.ray
+def test_actors_in_a_joined_cluster_end_with_a_killed_driver(cluster: RunningCluster) -> None:
+    process = cluster.place.start(driver("time.sleep(60)", settings=f"'localhost:{cluster.port}', 2"))
+    assert len(cluster.actors()) == 2
+    process.kill()
+    _, errors = process.communicate(timeout=10)
+    assert errors == ""
+    deadline = time.monotonic() + 15
+    while cluster.actors() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert cluster.actors() == []
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [("RAY_AUTH_TOKEN", "cd" * 32, "refuses the one that was found"), ("HOME", "/nowhere", "none was found")],
+)
+def test_a_cluster_whose_token_we_do_not_have(cluster: RunningCluster, variable: str, value: str, message: str) -> None:
+    done = cluster.place.run(driver(settings=f"'localhost:{cluster.port}', 2"), **{variable: value})
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout.startswith(f"the Ray cluster at localhost:{cluster.port} asks for its token and {message}: put ")
+    assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.ray
+def test_a_cluster_of_another_version(cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", cluster.place.environment["HOME"])
+    monkeypatch.setattr(ray_join.ray, "__version__", "2.0.0")
+    with pytest.raises(RayFailure, match=r"runs Ray \S+ on Python \S+, and this process Ray 2\.0\.0 on Python"):
+        ray_join.examine(cluster.address)
+
+
+@pytest.mark.ray
+def test_a_port_that_is_open_and_silent() -> None:
+    with socket.socket() as listener:
+        listener.bind((ray.util.get_node_ip_address(), 0))
+        listener.listen()
+        started = time.monotonic()
+        with pytest.raises(RayFailure, match="is no Ray cluster"):
+            ray_join.examine(":".join(map(str, listener.getsockname())))
+    assert time.monotonic() - started < 15
