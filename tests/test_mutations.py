@@ -6,7 +6,10 @@ That each mistake is caught takes minutes and is shown by scripts/mutations.
 from __future__ import annotations
 
 import ast
+import sys
 from functools import cache
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ MUTATIONS, ABSENT = read_mutations()
 
 
 @cache
-def tests_of(file: str) -> frozenset[str]:
+def names_in(file: str) -> frozenset[str]:
     """The test functions of a file."""
     tree = ast.parse((ROOT / file).read_text("utf-8"))
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
@@ -34,13 +37,35 @@ def test_a_record_still_applies(mutation: Mutation) -> None:
     assert mutation.mistake and mutation.caught_by
     for node in mutation.caught_by:
         file, _, test = node.partition("::")
-        assert test.partition("[")[0] in tests_of(file), f"{node}: no such test"
+        assert test.partition("[")[0] in names_in(file), f"{node}: no such test"
 
 
-def test_the_list_covers_every_mistake_of_the_model_page() -> None:
-    """docs/model.md has a table of mistakes; each is here by a record or as one that cannot be made."""
-    assert len(MUTATIONS) >= 60
-    assert len(ABSENT) == 2 and all("chunked" in absent.reason for absent in ABSENT)
+def test_what_cannot_be_put_in_is_said() -> None:
+    assert [absent.reason for absent in ABSENT] == ["no chunked form exists"] * 2
+
+
+@pytest.mark.parametrize(
+    ("outcome", "raises", "result"),
+    [
+        (("passed", ""), "", "SURVIVED"),
+        (("failed", "AssertionError: \nNot equal to tolerance"), "", "caught"),
+        (("failed", "assert 1 == 2"), "", "caught"),
+        (("failed", "Failed: DID NOT RAISE <class 'ValueError'>"), "", "caught"),
+        (("failed", "ValueError: shapes"), "", "BROKEN"),
+        (("failed", "k3ray.workers.model.state.SequenceFailure: session 0"), "SequenceFailure", "caught"),
+        (("failed", "ValueError: SequenceFailure"), "SequenceFailure", "BROKEN"),
+        (("error", "AssertionError: in a fixture"), "", "BROKEN"),
+        (("skipped", "no data"), "", "BROKEN"),
+    ],
+)
+def test_only_a_failed_assertion_counts_as_caught(outcome: tuple[str, str], raises: str, result: str) -> None:
+    path = str(ROOT / "scripts" / "mutations")
+    loader = SourceFileLoader("mutations_script", path)
+    script = module_from_spec(spec_from_loader("mutations_script", loader))
+    sys.modules["mutations_script"] = script  # dataclasses look their module up
+    loader.exec_module(script)
+    record = Mutation("a", "b", "f.py", "x = 1", "x = 2", ("t",), raises)
+    assert script.judge(record, {"t": script.Outcome(*outcome)})[0] == result
 
 
 def test_an_edit_needs_its_place_exactly_once() -> None:
