@@ -9,50 +9,21 @@ with open_model() as model:
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from k3ray.cluster.actor_chain import ActorChain
-from k3ray.cluster.machine import default_threads, memory_limits, physical_cores
-from k3ray.cluster.memory import memory_need, require_memory
-from k3ray.cluster.plan import Plan, make_plan
-from k3ray.cluster.processes import ProcessMemory
-from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
-from k3ray.driver import Driver
-from k3ray.environment import Environment, read_environment
-from k3ray.generation import Step, generate
-from k3ray.model_source import ModelSource, find_model
-from k3ray.prompt import PromptFailure, check_gen, check_prompt, read_prompt_file, require_tokenizer
+from k3ray.cluster.machine import default_threads, physical_cores
+from k3ray.cluster.plan import make_plan
+from k3ray.environment import read_environment
+from k3ray.model import Model, Token
+from k3ray.model_source import find_model
 from k3ray.report import Generation, Settings
-from k3ray.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
-from k3ray.workers.actors import versions
-from k3ray.workers.loading import Checkpoint, CheckpointSpec, open_checkpoint
-from k3ray.workers.model.config import ModelConfig, read_config
+from k3ray.workers.loading import CheckpointSpec, open_checkpoint
+from k3ray.workers.model.config import read_config
+
+__all__ = ["Generation", "Model", "Settings", "Token", "open_model"]
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token as it comes.
-
-    text: what can be shown now ("" inside a character, and without a vocabulary). seconds: wall time of the step.
-    logits: (vocab,) f32. is_end: whether it ends the message.
-    """
-
-    token_id: int
-    text: str
-    seconds: float
-    logits: npt.NDArray[np.float32]
-    is_end: bool
 
 
 def open_model(
@@ -87,180 +58,6 @@ def open_model(
     settings = Settings(stages, expert_shards, threads, num_layers)
     plan = make_plan(spec, stages, expert_shards, settings.threads, physical_cores())
     return Model(source, open_checkpoint(spec), plan, settings, environment, say)
-
-
-class Model:
-    """A checked model with a plan. Started by start() or by the first token; close() leaves nothing behind."""
-
-    def __init__(
-        self,
-        source: ModelSource,
-        checkpoint: Checkpoint,
-        plan: Plan,
-        settings: Settings,
-        environment: Environment,
-        say: Say,
-    ) -> None:
-        self.source = source
-        self.plan = plan
-        self.settings = settings
-        self._checkpoint = checkpoint
-        self._environment = environment
-        self._say = say
-        self._running = ExitStack()
-        self._driver: Driver | None = None
-        self._memory: ProcessMemory | None = None
-        self._chain: ActorChain | None = None
-        self._ray = ""
-        self.tokenizer: Tokenizer | None = None
-        if source.tokenizer is not None:
-            self.tokenizer = load_tokenizer(source.tokenizer, checkpoint.config.vocab_size)
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's config, cut to the layers that are run."""
-        return self._checkpoint.config
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def prompt_ids(
-        self,
-        prompt: str | bytes | None = None,
-        prompt_file: Path | str | None = None,
-        ids: Sequence[int] | None = None,
-    ) -> list[int]:
-        """Return the ids of exactly one of prompt (text or bytes), prompt_file (its bytes as they are) and ids."""
-        options = {"--prompt": prompt, "--prompt-file": prompt_file, "--ids": ids}
-        given = " and ".join(name for name, value in options.items() if value is not None)
-        if given not in options:
-            raise PromptFailure(f"exactly one of {', '.join(options)} is needed, found {given or 'none'}")
-        if ids is not None:
-            found = list(ids)
-        elif prompt_file is not None:
-            found = require_tokenizer(self.tokenizer).encode(read_prompt_file(Path(prompt_file)))
-        else:
-            found = require_tokenizer(self.tokenizer).encode(prompt or "")
-        check_prompt(found, self.config.vocab_size)
-        return found
-
-    def start(self) -> None:
-        """Start or join Ray, start the actors, load the weights; does nothing when that is done."""
-        if self._driver is not None:
-            return
-        self._require_memory(positions=1)
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End the actors, and Ray when this model started it; the model can be started again."""
-        self._driver = self._chain = self._memory = None
-        self._running.close()
-
-    def stream(
-        self,
-        prompt: str | bytes | None = None,
-        *,
-        prompt_file: Path | str | None = None,
-        ids: Sequence[int] | None = None,
-        gen: int = 8,
-        incremental: bool = True,
-        ignore_eos: bool = False,
-    ) -> Iterator[Token]:
-        """Return an iterator over the tokens as they come; arguments as in generate(), checked before it returns."""
-        check_gen(gen)
-        prompt_ids = self.prompt_ids(prompt, prompt_file, ids)
-        self._require_memory(len(prompt_ids) + gen)
-        self.start()
-        assert self._driver is not None
-        end_ids = () if ignore_eos else self.end_ids()
-        return self._tokens(generate(self._driver, prompt_ids, gen, end_ids, incremental), gen)
-
-    def generate(
-        self,
-        prompt: str | bytes | None = None,
-        *,
-        prompt_file: Path | str | None = None,
-        ids: Sequence[int] | None = None,
-        gen: int = 8,
-        incremental: bool = True,
-        ignore_eos: bool = False,
-        on_token: Callable[[Token], None] = lambda token: None,
-    ) -> Generation:
-        """Generate greedily up to gen tokens and return them with what they cost.
-
-        Exactly one of prompt (text, or its bytes), prompt_file (its bytes as they are) and ids, at most 32,768
-        tokens; gen at most 4,096. incremental: keep the state between steps instead of running the whole sequence
-        for each; the bits are the same. ignore_eos: go on after an end-of-message id. on_token: hears every token.
-        """
-        prompt_ids = self.prompt_ids(prompt, prompt_file, ids)
-        tokens = []
-        for token in self.stream(ids=prompt_ids, gen=gen, incremental=incremental, ignore_eos=ignore_eos):
-            tokens.append(token)
-            on_token(token)
-        return self._report(prompt_ids, tokens, {"gen": gen, "incremental": incremental, "ignore_eos": ignore_eos})
-
-    def end_ids(self) -> frozenset[int]:
-        """Return the ids that end a message: the config's, and the vocabulary's [EOS] where there is one."""
-        config_ids = frozenset(self.config.eos_token_id)
-        return config_ids if self.tokenizer is None else self.tokenizer.end_ids(self.config.eos_token_id)
-
-    def _require_memory(self, positions: int) -> None:
-        if self._driver is None:
-            limits = memory_limits()
-            require_memory(memory_need(self.config, self.plan, positions), limits.available_bytes, limits.decided_by)
-
-    def _start(self) -> None:
-        runtime = self._running.enter_context(
-            ray_runtime(RaySettings(self._environment.ray_address, workers=self.plan.num_processes))
-        )
-        self._ray = runtime.describe()
-        self._say(self._ray)
-        memory = self._running.enter_context(ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}))
-        chain = ActorChain(self.plan, runtime.actor_options)
-        self._running.callback(chain.stop)
-        chain.load(loaded=lambda part: self._say(f"loaded: {part}"))
-        for part, report in chain.reports.items():
-            memory.watch(report.pid, part)
-        self._memory, self._chain, self._driver = memory, chain, Driver(chain)
-
-    def _tokens(self, steps: Iterator[Step], gen: int) -> Iterator[Token]:
-        decoder = StreamDecoder(self.tokenizer) if self.tokenizer is not None else None
-        for number, step in enumerate(steps, start=1):
-            text = decoder.push(step.token_id) if decoder else ""
-            if decoder and (step.is_end or number == gen):
-                text += decoder.flush()
-            yield Token(step.token_id, text, step.seconds, step.logits, step.is_end)
-
-    def _report(self, prompt_ids: list[int], tokens: list[Token], asked: dict[str, Any]) -> Generation:
-        assert self._chain is not None and self._memory is not None
-        generated = [token.token_id for token in tokens]
-        self._memory.sample()
-        peak = self._memory.peak
-        return Generation(
-            model=str(self.source.model_dir),
-            ray=self._ray,
-            prompt_ids=prompt_ids,
-            generated_ids=generated,
-            text=self.tokenizer.decode(generated) if self.tokenizer is not None else None,
-            stop_reason="end of message" if tokens[-1].is_end else "as many as asked",
-            layers=self.config.num_hidden_layers,
-            step_seconds=[token.seconds for token in tokens],
-            settings={**asdict(self.settings), **asked},
-            versions=versions(),
-            peak_memory_bytes=peak.total_bytes,
-            peak_memory_by_process=dict(peak.role_bytes),
-            damaged_experts=self._chain.damaged_met(),
-            first_logits=tokens[0].logits,
-        )
 
 
 def _path(path: Path | str | None) -> Path | None:

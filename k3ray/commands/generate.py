@@ -14,6 +14,7 @@ from k3ray.commands.terminal import say
 from k3ray.files import check_writable, write_file
 from k3ray.prompt import check_gen, parse_ids
 from k3ray.report import Generation
+from k3ray.workers.failure import Failure
 
 EXPERT_DAMAGED = 4
 
@@ -58,14 +59,20 @@ def run(request: GenerateRequest) -> None:
     ids = parse_ids(request.ids) if request.ids is not None else None
     prompt = None if request.prompt is None else os.fsencode(request.prompt)  # the bytes that were typed
     prompt_ids = model.prompt_ids(prompt, request.prompt_file, ids)
-    with model:
-        generation = model.generate(
-            ids=prompt_ids,
-            gen=request.gen,
-            incremental=request.incremental,
-            ignore_eos=request.ignore_eos,
-            on_token=_show_text if model.tokenizer is not None else _show_id,
-        )
+    try:
+        with model:
+            generation = model.generate(
+                ids=prompt_ids,
+                gen=request.gen,
+                incremental=request.incremental,
+                ignore_eos=request.ignore_eos,
+                on_token=_show_text if model.tokenizer is not None else _show_id,
+            )
+    except (Failure, KeyboardInterrupt):
+        if model.partial is not None:  # what came before is sound: keep it
+            print(flush=True)
+            _write(request, model.partial)
+        raise
     print(flush=True)
     _write(request, generation)
     if generation.damaged_experts:

@@ -119,8 +119,12 @@ def test_damage_ends_with_its_exit_code(k3b_dir: Path, tmp_path: Path, clean_mac
     assert found.returncode == 1 and "layer 4 (KDA attention), position 0" in found.stderr and not found.stdout
 
 
-def test_ctrl_c_leaves_nothing(k3b_dir: Path, clean_machine: dict[str, str]) -> None:
-    arguments = [*COMMAND, "generate", str(k3b_dir), "--ids", "3,5,7", "--gen", "4000", "--ignore-eos", "--stages", "2"]
+def test_ctrl_c_leaves_nothing_but_what_was_generated(
+    k3b_dir: Path, tmp_path: Path, clean_machine: dict[str, str]
+) -> None:
+    out = tmp_path / "run.json"
+    options = ["--ids", "3,5,7", "--gen", "4000", "--ignore-eos", "--stages", "2", "--out", str(out)]
+    arguments = [*COMMAND, "generate", str(k3b_dir), *options]
     process = subprocess.Popen(arguments, env=clean_machine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.read(4)  # tokens are coming
@@ -128,6 +132,8 @@ def test_ctrl_c_leaves_nothing(k3b_dir: Path, clean_machine: dict[str, str]) -> 
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "interrupted" in errors and "Traceback" not in errors
+    record = json.loads(out.read_text())
+    assert record["stop_reason"] == "stopped: interrupted" and 0 < len(record["generated_ids"]) < 4000
 
 
 def test_the_python_api() -> None:
