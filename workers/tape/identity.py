@@ -1,0 +1,86 @@
+"""Whether a tape is of the model at hand: the config field by field, then sampled rows of every matrix.
+
+Names, shapes and sizes are the same in every checkpoint of one architecture, so they prove nothing about the weights.
+Four whole rows of each matrix, its first and last among them, do so for any weights that were trained or converted
+otherwise, wherever the copy lies and however it is cut into shards. A checkpoint that differs in other rows only is not
+told apart here: `k3ray pack --verify` compares every bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from k3ray.workers.checkpoint.binding import Binding
+from k3ray.workers.checkpoint.tensors import TensorReader
+from k3ray.workers.failure import Failure
+from k3ray.workers.model.config import ModelConfig
+from k3ray.workers.tape.layout import TapeLayout
+from k3ray.workers.tape.manifest import TapeIdentity, config_fields
+from k3ray.workers.tape.order import TapeTensor, full_name
+
+SAMPLED_ROWS = 4
+MAX_LISTED = 6
+
+
+class WrongTape(Failure):
+    """A tape of another model."""
+
+    exit_code = 2
+
+    def __init__(self, path: Path, identity: TapeIdentity, model_dir: Path, why: str) -> None:
+        self.path = path
+        super().__init__(
+            f"{path}: this tape was packed from another model ({identity.model}) than {model_dir}: {why}. "
+            "Use the tape of this model, or make it with `k3ray pack`"
+        )
+
+
+def sample_tensor(binding: Binding, reader: TensorReader, tensor: TapeTensor) -> str:
+    """The digest of a few rows of one matrix in the shards."""
+    name = full_name(binding, tensor)
+    digest = hashlib.blake2b(digest_size=8)
+    last = tensor.rows - 1
+    for row in sorted({last * place // (SAMPLED_ROWS - 1) for place in range(SAMPLED_ROWS)}):
+        digest.update(reader.read_row(name, row).data)
+    return digest.hexdigest()
+
+
+def sample_all(binding: Binding, reader: TensorReader, layout: TapeLayout) -> list[str]:
+    """The digests of every matrix of the tape."""
+    return [sample_tensor(binding, reader, tensor) for tensor in layout.tensors]
+
+
+def refuse_other_config(path: Path, identity: TapeIdentity, config: ModelConfig, model_dir: Path) -> None:
+    """Raise WrongTape, with the first fields that differ, unless the tape is of this (whole) config."""
+    mine = config_fields(config)
+    theirs = identity.config
+    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    if names:
+        listed = ", ".join(
+            f"{name} {_show(theirs.get(name))} (here {_show(mine.get(name))})" for name in names[:MAX_LISTED]
+        )
+        more = f" and {len(names) - MAX_LISTED} other fields" if len(names) > MAX_LISTED else ""
+        raise WrongTape(path, identity, model_dir, f"its config has {listed}{more}")
+
+
+def refuse_other_weights(
+    path: Path,
+    identity: TapeIdentity,
+    binding: Binding,
+    reader: TensorReader,
+    layout: TapeLayout,
+    layers: Iterable[int],
+) -> None:
+    """Raise WrongTape when a sample of these layers' matrices is not what the shards hold."""
+    wanted = set(layers)
+    for tensor, sample in zip(layout.tensors, identity.samples, strict=True):
+        if tensor.layer in wanted and sample_tensor(binding, reader, tensor) != sample:
+            where = "the head" if tensor.layer == layout.head_layer else f"layer {tensor.layer}'s {tensor.short}"
+            raise WrongTape(path, identity, reader.index.directory, f"{where} has other values")
+
+
+def _show(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:36]}..."

@@ -1,0 +1,101 @@
+"""How much of a stage's tape stays in memory for how many bytes: arithmetic alone, done before anything is mapped.
+
+In order: one buffer to stream through, the memory for matrices that are needed in one piece, then the rest of the ring,
+then as long a pinned prefix as fits. When everything is pinned there is no ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k3ray.workers.failure import Failure
+from k3ray.workers.tape.layout import TapeLayout
+from k3ray.workers.tape.order import KV_B
+
+DEFAULT_RING_CHUNKS = 4
+
+
+class ResidencyFailure(Failure):
+    """A budget in which not even one buffer of the ring finds room."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """One stage's part of the tape.
+
+    chunks: their numbers in the order of use; the first `pinned` of them stay in memory, the others pass through
+    ring_chunks buffers once a step. whole_bytes: for a streamed matrix that is needed in one piece.
+    """
+
+    chunks: tuple[int, ...]
+    pinned: int
+    ring_chunks: int
+    pinned_bytes: int
+    ring_bytes: int
+    whole_bytes: int
+    streamed_bytes: int  # a step
+
+    @property
+    def memory_bytes(self) -> int:
+        """Everything that is mapped for it."""
+        return self.pinned_bytes + self.ring_bytes + self.whole_bytes
+
+
+def plan_residency(
+    layout: TapeLayout, chunks: Sequence[int], budget_bytes: int | None, ring_chunks: int = DEFAULT_RING_CHUNKS
+) -> Residency:
+    """Divide a budget (None: all in memory); raises ResidencyFailure with the numbers when nothing can be done."""
+    total = sum(layout.chunks[number].nbytes for number in chunks)
+    if budget_bytes is None or total <= budget_bytes or not chunks:
+        return fixed_residency(layout, chunks, len(chunks), 0)
+    for ring in range(min(ring_chunks, len(chunks)), 0, -1):
+        planned = fixed_residency(layout, chunks, 0, ring)
+        if planned.memory_bytes <= budget_bytes:
+            break
+    else:
+        raise ResidencyFailure(
+            f"{budget_bytes / 1e6:,.1f} MB for this part of the trunk: expected at least "
+            f"{planned.memory_bytes / 1e6:,.1f} MB, one chunk of {layout.chunk_bytes / 1e6:,.1f} MB and "
+            f"{planned.whole_bytes / 1e6:,.1f} MB for a matrix that is needed in one piece; give it more"
+        )
+    pinned, left = 0, budget_bytes - planned.memory_bytes
+    while (nbytes := layout.chunks[chunks[pinned]].nbytes) <= left:
+        pinned += 1
+        left -= nbytes
+    return fixed_residency(layout, chunks, pinned, ring)
+
+
+def fixed_residency(layout: TapeLayout, chunks: Sequence[int], pinned: int, ring_chunks: int) -> Residency:
+    """The first `pinned` chunks in memory and the others through a ring of so many buffers."""
+    sizes = [layout.chunks[number].nbytes for number in chunks]
+    streamed = chunks[pinned:]
+    if streamed and ring_chunks < 1:
+        raise ValueError(f"{len(streamed)} chunks are streamed: expected a ring of at least one buffer")
+    return Residency(
+        chunks=tuple(chunks),
+        pinned=pinned,
+        ring_chunks=min(ring_chunks, len(streamed)),
+        pinned_bytes=sum(sizes[:pinned]),
+        ring_bytes=min(ring_chunks, len(streamed)) * layout.chunk_bytes,
+        whole_bytes=_largest_copy(layout, chunks, pinned),
+        streamed_bytes=sum(sizes[pinned:]),
+    )
+
+
+def _largest_copy(layout: TapeLayout, chunks: Sequence[int], pinned: int) -> int:
+    """Bytes of the largest matrix that is needed in one piece and is not in memory in one."""
+    largest = 0
+    ends: dict[int, int] = {}  # of the rows so far on the tape, by tensor
+    for place, number in enumerate(chunks):
+        chunk = layout.chunks[number]
+        for segment in chunk.segments:
+            tensor = layout.tensors[segment.tensor]
+            if tensor.short == KV_B:
+                begin = chunk.offset + segment.offset
+                if place >= pinned or ends.get(segment.tensor, begin) != begin:
+                    largest = max(largest, tensor.nbytes)
+                ends[segment.tensor] = begin + segment.rows * tensor.row_bytes
+    return largest

@@ -1,0 +1,86 @@
+"""The chunks of one stage by their place in its order: a prefix of them in memory, the rest through a ring."""
+
+from __future__ import annotations
+
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from k3ray.workers.tape.direct_io import Bytes, prefaulted
+from k3ray.workers.tape.residency import Residency
+from k3ray.workers.tape.ring import ChunkRing, RingStatistics
+from k3ray.workers.tape.tape import Tape
+
+_NO_RING = RingStatistics(0, 0, 0, 0, 0.0, 0, 0)
+
+
+class StageChunks:
+    """Maps its memory, loads the pinned chunks, and starts to read the first streamed ones ahead.
+
+    Every chunk's checksum is proven when this process reads it for the first time. Raises DiskReadFailure, TapeError,
+    or OSError where the system has no memory left.
+    """
+
+    def __init__(self, tape: Tape, residency: Residency, readers: int) -> None:
+        self._num_pinned = residency.pinned
+        pinned = residency.chunks[: residency.pinned]
+        streamed = residency.chunks[residency.pinned :]
+        sizes = [tape.layout.chunks[number].nbytes for number in pinned]
+        self._starts: npt.NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
+        self._memory = prefaulted(residency.pinned_bytes)
+
+        def load(place: int) -> Any:
+            tape.read(pinned[place], self._memory[self._starts[place] : self._starts[place + 1]], check=True)
+
+        with ThreadPoolExecutor(readers, thread_name_prefix="k3ray-pin") as threads:
+            for _ in threads.map(load, range(len(pinned))):
+                pass
+        self._ring: ChunkRing | None = None
+        self._ending = None
+        if streamed:
+            self._ring = ChunkRing(
+                len(streamed),
+                residency.ring_chunks,
+                tape.layout.chunk_bytes,
+                readers,
+                lambda place, slot, first_time: tape.read(streamed[place], slot, check=first_time),
+            )
+            self._ending = weakref.finalize(self, self._ring.close)
+
+    def take(self, place: int) -> Bytes:
+        """The chunk at a place; a streamed one in order only, waited for and valid until it is released."""
+        if place < self._num_pinned:
+            return self._memory[self._starts[place] : self._starts[place + 1]]
+        assert self._ring is not None, "a place past the last chunk"
+        return self._ring.take(place - self._num_pinned)
+
+    def release(self, place: int) -> None:
+        """Let the buffer of a streamed chunk be read into again; a pinned one stays."""
+        if place >= self._num_pinned:
+            assert self._ring is not None, "a place past the last chunk"
+            self._ring.release(place - self._num_pinned)
+
+    def pinned_run(self, pieces: list[tuple[int, int, int]]) -> Bytes | None:
+        """The pieces (place, offset, nbytes) as one run of memory; None unless all are pinned, with nothing between."""
+        if any(place >= self._num_pinned for place, _, _ in pieces):
+            return None
+        begins = [int(self._starts[place]) + offset for place, offset, _ in pieces]
+        ends = [begin + nbytes for begin, (_, _, nbytes) in zip(begins, pieces, strict=True)]
+        return self._memory[begins[0] : ends[-1]] if begins[1:] == ends[:-1] else None
+
+    def restart(self) -> None:
+        """Give up the step: the next chunk to be used is the first one."""
+        if self._ring is not None:
+            self._ring.restart()
+
+    def statistics(self) -> RingStatistics:
+        """What was streamed so far."""
+        return _NO_RING if self._ring is None else self._ring.statistics()
+
+    def close(self) -> None:
+        """End the readers."""
+        if self._ending is not None:
+            self._ending()
