@@ -11,19 +11,20 @@ from k3ray.workers.checkpoint.binding import Binding, bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.model.config import read_config
+from k3ray.workers.tape.manifest import MANIFEST_NAME
 from k3ray.workers.tape.pack import pack
 from k3ray.workers.tape.tape import Tape, open_tape
 from k3ray.workers.tape.verify import verify
 
 
 def run(model_dir: Path | None, out: Path, verify_bits: bool, config: Path | None = None) -> None:
-    """Pack the model to the folder `out`, unless its whole tape is there already; with verify_bits compare every bit."""
+    """Pack the model to the folder `out`, unless its tape is there already; with verify_bits compare every bit."""
     source = find_model(model_dir, None, read_environment())
     say(source.describe())
     index = open_index(source.model_dir)
     binding = bind(read_config(config or source.model_dir), index)
     with TensorReader(index) as reader:
-        if out.is_dir() and any(out.iterdir()):
+        if (out / MANIFEST_NAME).exists():
             _open(out, binding, reader).file.close()
             done = f"{out}: holds the whole tape of this model already, nothing was written"
         else:

@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 TAPE_NAME = "trunk.tape"
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
-_ADVICE = "pack the model again with `k3ray pack`"
+_ADVICE = "remove it and pack the model again with `k3ray pack`"
 
 
 class TapeError(Failure):
