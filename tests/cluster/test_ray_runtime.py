@@ -15,7 +15,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from k3ray.cluster.ray_runtime import RayRuntime, RaySettings, ray_runtime  # no
 
 MARK = "K3RAY_TEST_MARK"
 MIB = 1 << 20
+LIMIT_S = 120.0  # a machine that many share may be slow; what hangs is still found
 ROOT = Path(__file__).resolve().parents[2]
 
 # Starts Ray as {settings}, two actors of which one never returns from its call, says so, then does {then}.
@@ -77,47 +78,50 @@ class Place:
     def mark(self) -> str:
         return f"{MARK}={self.environment[MARK]}"
 
-    def run(self, code: str, *, timeout_s: float = 40.0, **extra: str) -> subprocess.CompletedProcess[str]:
+    def run(self, code: str, **extra: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-W", "error", "-c", code],
             env=self.environment | extra,
             cwd=self.path,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=LIMIT_S,
             check=False,
         )
 
-    def start(self, code: str, **extra: str) -> subprocess.Popen[str]:
-        """Starts a driver in a session of its own and waits for its first line."""
-        process = subprocess.Popen(
+    @contextmanager
+    def started(self, code: str) -> Iterator[subprocess.Popen[str]]:
+        """A driver in a session of its own that has said its first line."""
+        with subprocess.Popen(
             [sys.executable, "-W", "error", "-c", code],
-            env=self.environment | extra,
+            env=self.environment,
             cwd=self.path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("Ray: "), process.communicate()
-        return process
+        ) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline().startswith("Ray: ")
+                yield process
+            finally:
+                process.kill()
 
-    def left(self) -> list[str]:
-        """What still runs or lies about."""
+    def left(self, word: str = "") -> list[str]:
+        """What still runs, or lies about, and has `word` in its command line or name."""
         found = [str(path) for path in self.path.glob("k3ray-*")]
         for pid in ray_directory.marked(self.mark):
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 found.append(command.replace(b"\0", b" ").decode()[:200].rstrip())
-        return found
+        return [line for line in found if word in line]
 
-    def seconds_until_nothing_is_left(self, limit_s: float = 20.0, also: int = 0) -> float:
-        started = time.monotonic()
-        while len(self.left()) > also and time.monotonic() - started < limit_s:
+    def await_nothing_left(self, word: str = "") -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while self.left(word):
+            assert time.monotonic() < deadline, self.left(word)
             time.sleep(0.05)
-        assert len(self.left()) <= also, self.left()
-        return time.monotonic() - started
 
 
 def make_place() -> Place:
@@ -133,7 +137,7 @@ def place() -> Iterator[Place]:
     made = make_place()
     yield made
     try:
-        made.seconds_until_nothing_is_left()
+        made.await_nothing_left()
     finally:
         shutil.rmtree(made.path)
 
@@ -160,7 +164,7 @@ def test_a_private_ray_is_two_daemons_and_the_actors(runtime: RayRuntime) -> Non
     assert runtime.describe() == "Ray: started its own, 200 MB object store in /dev/shm"
     assert sorted(runtime.daemon_pids().values()) == ["gcs_server", "raylet"]
     actors = [ray.remote(Actor).options(**runtime.actor_options(8, 1 << 60, f"a-{i}")).remote() for i in range(3)]
-    facts = ray.get([actor.facts.remote() for actor in actors], timeout=30)
+    facts = ray.get([actor.facts.remote() for actor in actors], timeout=LIMIT_S)
     assert len({fact["pid"] for fact in facts}) == 3
     assert all(fact["python"] == sys.executable and fact["OPENBLAS_NUM_THREADS"] == "1" for fact in facts)
     found = ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}).sample()
@@ -206,7 +210,7 @@ def test_where_the_private_parts_of_ray_have_changed_it_is_started_the_public_wa
     assert done.stderr == ""
     assert "started slowly, with all its helpers: this version of Ray has no option --no_such_option" in done.stdout
     assert done.stdout.endswith("\nend\n")
-    assert place.seconds_until_nothing_is_left(5) < 5
+    assert place.left() == []
 
 
 @pytest.mark.ray
@@ -220,17 +224,17 @@ def test_where_the_private_parts_of_ray_have_changed_it_is_started_the_public_wa
     ],
 )
 def test_a_signal(place: Place, number: signal.Signals, whole_group: bool, last_line: str, code: int) -> None:
-    process = place.start(driver("time.sleep(60)"))
-    if whole_group:
-        os.killpg(process.pid, number)
-    else:
-        os.kill(process.pid, number)
-    output, errors = process.communicate(timeout=20)
+    with place.started(driver("time.sleep(600)")) as process:
+        if whole_group:
+            os.killpg(process.pid, number)
+        else:
+            os.kill(process.pid, number)
+        output, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, errors) == (code, "")
     assert output.endswith(last_line)
     if number != signal.SIGKILL:
         assert place.left() == []
-    assert place.seconds_until_nothing_is_left() < 10
+    place.await_nothing_left()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +244,6 @@ class RunningCluster:
     place: Place
     address: str
     port: int
-
-    def actors(self) -> list[str]:
-        return [line for line in self.place.left() if "Busy" in line]
 
 
 def free_port() -> int:
@@ -268,7 +269,7 @@ def cluster() -> Iterator[RunningCluster]:
     }
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"]
     command += [f"--{name}={value}" for name, value in options.items()]
-    subprocess.run(command, env=made.environment, check=True, capture_output=True, timeout=40)
+    subprocess.run(command, env=made.environment, check=True, capture_output=True, timeout=LIMIT_S)
     try:
         yield RunningCluster(made, (made.path / "ray" / "ray_current_cluster").read_text(), port)
     finally:
@@ -277,29 +278,31 @@ def cluster() -> Iterator[RunningCluster]:
         shutil.rmtree(made.path)
 
 
+@pytest.fixture
+def admitted(cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has the cluster's token, and not that of the private Ray of this module."""
+    monkeypatch.setenv("HOME", cluster.place.environment["HOME"])
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+
+
 @pytest.mark.ray
+@pytest.mark.usefixtures("admitted")
 def test_a_cluster_that_is_announced_on_this_machine_is_joined_and_left_as_it_was(cluster: RunningCluster) -> None:
     done = cluster.place.run(driver(settings="None, 2"))
     assert done.stderr == ""
     assert done.stdout == f"Ray: joined the cluster at {cluster.address}, 1 node\nend\n"
-    deadline = time.monotonic() + 10
-    while cluster.actors() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert cluster.actors() == []
-    assert ray_join.examine(cluster.address)
+    cluster.place.await_nothing_left("ray::Busy")
+    assert ray_join.examine(cluster.address) == ray_join.Cluster(cluster.address, "token", 1)
 
 
 @pytest.mark.ray
 def test_actors_in_a_joined_cluster_end_with_a_killed_driver(cluster: RunningCluster) -> None:
-    process = cluster.place.start(driver("time.sleep(60)", settings=f"'localhost:{cluster.port}', 2"))
-    assert len(cluster.actors()) == 2
-    process.kill()
-    _, errors = process.communicate(timeout=10)
+    with cluster.place.started(driver("time.sleep(600)", settings=f"'localhost:{cluster.port}', 2")) as process:
+        assert len(cluster.place.left("ray::Busy")) == 2
+        process.kill()
+        _, errors = process.communicate(timeout=LIMIT_S)
     assert errors == ""
-    deadline = time.monotonic() + 15
-    while cluster.actors() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert cluster.actors() == []
+    cluster.place.await_nothing_left("ray::Busy")
 
 
 @pytest.mark.ray
@@ -315,8 +318,8 @@ def test_a_cluster_whose_token_we_do_not_have(cluster: RunningCluster, variable:
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("admitted")
 def test_a_cluster_of_another_version(cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", cluster.place.environment["HOME"])
     monkeypatch.setattr(ray_join.ray, "__version__", "2.0.0")
     with pytest.raises(RayFailure, match=r"runs Ray \S+ on Python \S+, and this process Ray 2\.0\.0 on Python"):
         ray_join.examine(cluster.address)
@@ -327,7 +330,5 @@ def test_a_port_that_is_open_and_silent() -> None:
     with socket.socket() as listener:
         listener.bind((ray.util.get_node_ip_address(), 0))
         listener.listen()
-        started = time.monotonic()
         with pytest.raises(RayFailure, match="is no Ray cluster"):
             ray_join.examine(":".join(map(str, listener.getsockname())))
-    assert time.monotonic() - started < 15
