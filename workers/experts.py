@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from k3ray.kernels.situ import situ
-from k3ray.workers.checkpoint.binding import Binding
-from k3ray.workers.checkpoint.tensors import TensorReader
 
 from k3ray.kernels import mxfp4
+from k3ray.kernels.situ import situ
 from k3ray.kernels.threads import RowPool
+from k3ray.workers.checkpoint.binding import Binding
+from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.failure import Failure
 from k3ray.workers.model.config import ModelConfig
 

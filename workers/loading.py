@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3ray.kernels.threads import RowPool
 from k3ray.workers.checkpoint.binding import Binding, bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
-
-from k3ray.kernels.threads import RowPool
 from k3ray.workers.expert_fanout import RemoteExperts, ShardLink, shard_of
 from k3ray.workers.experts import ExpertStore, LocalExperts
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.embedding import Embedding
 from k3ray.workers.model.feed_forward import RoutedExperts
 from k3ray.workers.model.slice import Slice, SliceParts
-from k3ray.workers.model.weights import read_head, read_layer
+from k3ray.workers.model.weights import Matrices, ShardMatrices, WeightSources, read_head, read_layer
 from k3ray.workers.shard import ExpertShard
 from k3ray.workers.stage import LayerStage
+from k3ray.workers.tape.residency import fixed_residency
+from k3ray.workers.tape.source import TapeSource
+from k3ray.workers.tape.tape import open_tape
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,27 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TapeSpec:
+    """A stage's tape: the packed folder, how many of its chunks stay in memory, how many buffers stream the others."""
+
+    folder: Path
+    pinned_chunks: int
+    ring_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpec:
-    """One stage's part: layers first..stop-1 (zero-based), and the cores that its threads may use."""
+    """One stage's part: layers first..stop-1 (zero-based), and the cores that its threads may use.
+
+    tape: where its matrices are streamed from; None: they are read whole from the shards.
+    """
 
     checkpoint: CheckpointSpec
     first: int
     stop: int
     threads: int
     cores: tuple[int, ...]
+    tape: TapeSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +96,13 @@ def load_slice(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[Slice, Exp
     checkpoint = open_checkpoint(spec.checkpoint)
     config, binding, reader = checkpoint.config, checkpoint.binding, checkpoint.reader
     pool = RowPool(spec.threads, spec.cores)
-    layers = tuple(read_layer(config, binding, reader, layer, pool) for layer in range(spec.first, spec.stop))
-    vocab = config.vocab_size
+    has_head = spec.stop == config.num_hidden_layers
+    sources = WeightSources(binding, reader, _matrices(spec, checkpoint, has_head), pool)
     parts = SliceParts(
         config,
-        layers,
-        embedding=Embedding(reader, binding.top["embed_tokens.weight"], vocab) if spec.first == 0 else None,
-        head=read_head(config, binding, reader, pool) if spec.stop == config.num_hidden_layers else None,
+        tuple(read_layer(sources, layer) for layer in range(spec.first, spec.stop)),
+        embedding=Embedding(reader, binding.top["embed_tokens.weight"], config.vocab_size) if spec.first == 0 else None,
+        head=read_head(sources) if has_head else None,
     )
     store = ExpertStore(config, pool)
     experts: RoutedExperts = RemoteExperts(shards) if shards else LocalExperts(store)
@@ -95,6 +110,17 @@ def load_slice(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[Slice, Exp
         mine = [layer for layer in range(spec.first, spec.stop) if config.is_moe(layer)]
         store.load(binding, reader, ((layer, expert) for layer in mine for expert in range(config.num_experts)))
     return Slice(parts, experts, pool), store
+
+
+def _matrices(spec: StageSpec, checkpoint: Checkpoint, has_head: bool) -> Matrices:
+    """The stage's tape, read ahead from now on; without one the shards."""
+    if spec.tape is None:
+        return ShardMatrices(checkpoint.binding, checkpoint.reader)
+    head_layer = checkpoint.binding.config.num_hidden_layers
+    layers = [*range(spec.first, spec.stop), *([head_layer] if has_head else [])]
+    tape = open_tape(spec.tape.folder, checkpoint.binding, checkpoint.reader, layers)
+    chunks = tape.layout.chunks_of(spec.first, spec.stop, has_head)
+    return TapeSource(tape, fixed_residency(tape.layout, chunks, spec.tape.pinned_chunks, spec.tape.ring_chunks))
 
 
 def load_shard(spec: ShardSpec) -> tuple[ExpertShard, ExpertStore]:

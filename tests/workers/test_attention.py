@@ -18,7 +18,7 @@ from k3ray.kernels.threads import RowPool
 from k3ray.workers.model.attention import kda_attention, mla_attention
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.state import KdaState, MlaState, new_sequence
-from k3ray.workers.model.weights import KdaWeights, Matrix, MlaWeights
+from k3ray.workers.model.weights import KdaWeights, MlaWeights, ResidentMatrix
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -46,8 +46,8 @@ def normal(generator: np.random.Generator, *shape: int, scale: float = 1.0) -> F
     return (generator.standard_normal(shape) * scale).astype(np.float32)
 
 
-def matrix(generator: np.random.Generator, rows: int, columns: int, scale: float = 1.0) -> Matrix:
-    return Matrix(normal(generator, rows, columns, scale=scale / np.sqrt(columns)), POOL)
+def matrix(generator: np.random.Generator, rows: int, columns: int, scale: float = 1.0) -> ResidentMatrix:
+    return ResidentMatrix(normal(generator, rows, columns, scale=scale / np.sqrt(columns)), POOL)
 
 
 def sigmoid(x: Doubles) -> Doubles:
@@ -98,7 +98,7 @@ def kda_weights(config: ModelConfig, generator: np.random.Generator) -> KdaWeigh
     )
 
 
-def convolved(projection: Matrix, taps: Floats, x: Doubles) -> Doubles:
+def convolved(projection: ResidentMatrix, taps: Floats, x: Doubles) -> Doubles:
     """SiLU of the causal convolution: the last tap meets the current token, before the first token all is zero."""
     values = x @ projection.weight.T.astype(np.float64)
     padded = np.concatenate([np.zeros((taps.shape[1] - 1, len(taps))), values])
@@ -152,9 +152,9 @@ def mla_weights(config: ModelConfig, generator: np.random.Generator, latent_scal
         q_a=matrix(generator, config.q_lora_rank, HIDDEN, latent_scale),
         q_a_norm=normal(generator, config.q_lora_rank),
         q_b=matrix(generator, heads * (config.qk_nope_head_dim + rope), config.q_lora_rank, 2),
-        kv_a=Matrix(kv_a, POOL),
+        kv_a=ResidentMatrix(kv_a, POOL),
         kv_a_norm=normal(generator, config.kv_lora_rank),
-        kv_b=normal(generator, heads * per_head, config.kv_lora_rank, scale=0.5),
+        kv_b=ResidentMatrix(normal(generator, heads * per_head, config.kv_lora_rank, scale=0.5), POOL),
         gate=matrix(generator, heads * config.v_head_dim, HIDDEN, 2),
         out=matrix(generator, HIDDEN, heads * config.v_head_dim),
     )
@@ -166,7 +166,7 @@ def mla_formula(config: ModelConfig, weights: MlaWeights, x: Doubles) -> Doubles
     qa = rms(x @ weights.q_a.weight.T, weights.q_a_norm, 1e-6)
     q = (qa @ weights.q_b.weight.T).reshape(len(x), heads, -1)
     c = x @ weights.kv_a.weight.T
-    kv = (rms(c[:, :latent], weights.kv_a_norm, 1e-6) @ weights.kv_b.T).reshape(len(x), heads, -1)
+    kv = (rms(c[:, :latent], weights.kv_a_norm, 1e-6) @ weights.kv_b.array().T).reshape(len(x), heads, -1)
     shared = np.broadcast_to(c[:, None, latent:], (len(x), heads, config.qk_rope_head_dim))
     keys, values = np.concatenate([kv[..., :nope], shared], axis=2), kv[..., nope:]
     o = np.empty_like(values)

@@ -15,7 +15,7 @@ from k3ray.kernels.threads import RowPool
 from k3ray.workers.frames import ActivationFrame
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.slice import Slice, SliceParts
-from k3ray.workers.model.weights import HeadWeights, LayerWeights, Matrix
+from k3ray.workers.model.weights import HeadWeights, LayerWeights, ResidentMatrix
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -34,11 +34,11 @@ class StubEmbedding:
         return self.table[ids]
 
 
-def attention(config: ModelConfig, weights: Matrix, x: Floats, sequences: Sequence[Any], pool: RowPool) -> Floats:
+def attention(config: ModelConfig, weights: ResidentMatrix, x: Floats, sequences: Sequence[Any], pool: RowPool) -> Floats:
     return weights.apply(x)
 
 
-def mlp(config: ModelConfig, weights: Matrix, x: Floats) -> Floats:
+def mlp(config: ModelConfig, weights: ResidentMatrix, x: Floats) -> Floats:
     return weights.apply(x)
 
 
@@ -57,7 +57,7 @@ def parts(k3b_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SliceParts:
         return (generator.standard_normal(HIDDEN) * scale).astype(np.float32)
 
     def matrix(rows: int) -> Any:
-        return Matrix((generator.standard_normal((rows, HIDDEN)) / np.sqrt(HIDDEN)).astype(np.float32), POOL)
+        return ResidentMatrix((generator.standard_normal((rows, HIDDEN)) / np.sqrt(HIDDEN)).astype(np.float32), POOL)
 
     layers = tuple(
         LayerWeights(layer, vector(), vector(2), matrix(HIDDEN), vector(), vector(2), matrix(HIDDEN))

@@ -10,16 +10,18 @@ import numpy.typing as npt
 import pytest
 
 from k3ray.kernels.threads import RowPool
-from k3ray.workers.checkpoint.binding import Binding, bind
+from k3ray.workers.checkpoint.binding import bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
-from k3ray.workers.model.config import ModelConfig, read_config
+from k3ray.workers.model.config import read_config
 from k3ray.workers.model.weights import (
     KdaWeights,
-    Matrix,
     MlaWeights,
     MlpWeights,
     MoeWeights,
+    ResidentMatrix,
+    ShardMatrices,
+    WeightSources,
     read_head,
     read_layer,
     widen,
@@ -29,23 +31,24 @@ TOP = "language_model.model."
 
 
 @pytest.fixture(scope="module")
-def opened(k3b_dir: Path) -> tuple[ModelConfig, Binding, TensorReader]:
-    config, index = read_config(k3b_dir), open_index(k3b_dir, [])
-    return config, bind(config, index), TensorReader(index)
+def sources(k3b_dir: Path) -> WeightSources:
+    index = open_index(k3b_dir, [])
+    binding, reader = bind(read_config(k3b_dir), index), TensorReader(index)
+    return WeightSources(binding, reader, ShardMatrices(binding, reader), RowPool(1))
 
 
-def check(reader: TensorReader, start: str, found: dict[str, npt.NDArray[Any] | Matrix]) -> None:
+def check(reader: TensorReader, start: str, found: dict[str, npt.NDArray[Any] | ResidentMatrix]) -> None:
     """Every matrix is the named tensor as stored, every vector the same widened and flattened; bits, not values."""
     for short, value in found.items():
         stored = reader.read(start + short)
-        if isinstance(value, Matrix):
+        if isinstance(value, ResidentMatrix):
             assert value.weight.dtype == stored.dtype and value.weight.shape == stored.shape, short
             assert value.weight.tobytes() == stored.tobytes(), short
         else:
             assert value.tobytes() == widen(stored).tobytes(), short
 
 
-def mlp(weights: MlpWeights, start: str) -> dict[str, npt.NDArray[Any] | Matrix]:
+def mlp(weights: MlpWeights, start: str) -> dict[str, npt.NDArray[Any] | ResidentMatrix]:
     names = ("gate_proj", "up_proj", "down_proj")
     return {
         f"{start}.{name}.weight": m for name, m in zip(names, (weights.gate, weights.up, weights.down), strict=True)
@@ -53,11 +56,11 @@ def mlp(weights: MlpWeights, start: str) -> dict[str, npt.NDArray[Any] | Matrix]
 
 
 @pytest.mark.parametrize("layer", [0, 5])
-def test_kda(opened: tuple[ModelConfig, Binding, TensorReader], layer: int) -> None:
-    reader = opened[2]
-    weights = read_layer(*opened, layer, RowPool(1)).attention
+def test_kda(sources: WeightSources, layer: int) -> None:
+    reader = sources.reader
+    weights = read_layer(sources, layer).attention
     assert isinstance(weights, KdaWeights)
-    found: dict[str, npt.NDArray[Any] | Matrix] = {
+    found: dict[str, npt.NDArray[Any] | ResidentMatrix] = {
         "q_proj.weight": weights.q, "k_proj.weight": weights.k, "v_proj.weight": weights.v,
         "q_conv1d.weight": weights.conv_q, "k_conv1d.weight": weights.conv_k, "v_conv1d.weight": weights.conv_v,
         "f_a_proj.weight": weights.f_a, "f_b_proj.weight": weights.f_b, "dt_bias": weights.dt_bias,
@@ -71,26 +74,26 @@ def test_kda(opened: tuple[ModelConfig, Binding, TensorReader], layer: int) -> N
 
 
 @pytest.mark.parametrize("layer", [3, 8])
-def test_mla(opened: tuple[ModelConfig, Binding, TensorReader], layer: int) -> None:
-    reader = opened[2]
-    weights = read_layer(*opened, layer, RowPool(1)).attention
+def test_mla(sources: WeightSources, layer: int) -> None:
+    reader = sources.reader
+    weights = read_layer(sources, layer).attention
     assert isinstance(weights, MlaWeights)
-    found: dict[str, npt.NDArray[Any] | Matrix] = {
+    found: dict[str, npt.NDArray[Any] | ResidentMatrix] = {
         "q_a_proj.weight": weights.q_a, "q_a_layernorm.weight": weights.q_a_norm, "q_b_proj.weight": weights.q_b,
         "kv_a_proj_with_mqa.weight": weights.kv_a, "kv_a_layernorm.weight": weights.kv_a_norm,
         "g_proj.weight": weights.gate, "o_proj.weight": weights.out,
     }  # fmt: skip
     start = f"{TOP}layers.{layer}.self_attn."
     check(reader, start, found)
-    assert weights.kv_b.tobytes() == reader.read(f"{start}kv_b_proj.weight").tobytes()
+    assert weights.kv_b.array().tobytes() == reader.read(f"{start}kv_b_proj.weight").tobytes()
 
 
-def test_mixture_and_dense_mlp(opened: tuple[ModelConfig, Binding, TensorReader]) -> None:
-    reader = opened[2]
-    dense, routed = (read_layer(*opened, layer, RowPool(1)).mlp for layer in (0, 6))
+def test_mixture_and_dense_mlp(sources: WeightSources) -> None:
+    reader = sources.reader
+    dense, routed = (read_layer(sources, layer).mlp for layer in (0, 6))
     assert isinstance(dense, MlpWeights) and isinstance(routed, MoeWeights) and routed.norm is not None
     check(reader, f"{TOP}layers.0.", mlp(dense, "mlp"))
-    found: dict[str, npt.NDArray[Any] | Matrix] = {
+    found: dict[str, npt.NDArray[Any] | ResidentMatrix] = {
         "gate.weight": routed.router, "gate.e_score_correction_bias": routed.bias,
         "routed_expert_down_proj.weight": routed.down, "routed_expert_up_proj.weight": routed.up,
         "routed_expert_norm.weight": routed.norm,
@@ -98,11 +101,11 @@ def test_mixture_and_dense_mlp(opened: tuple[ModelConfig, Binding, TensorReader]
     check(reader, f"{TOP}layers.6.block_sparse_moe.", found | mlp(routed.shared, "shared_experts"))
 
 
-def test_norms_and_folds(opened: tuple[ModelConfig, Binding, TensorReader]) -> None:
-    config, binding, reader = opened
-    layer, head = read_layer(*opened, 4, RowPool(1)), read_head(config, binding, reader, RowPool(1))
+def test_norms_and_folds(sources: WeightSources) -> None:
+    config, binding, reader = sources.config, sources.binding, sources.reader
+    layer, head = read_layer(sources, 4), read_head(sources)
     start = f"{TOP}layers.4."
-    norms: dict[str, npt.NDArray[Any] | Matrix] = {
+    norms: dict[str, npt.NDArray[Any] | ResidentMatrix] = {
         "input_layernorm.weight": layer.attention_norm, "post_attention_layernorm.weight": layer.mlp_norm
     }  # fmt: skip
     check(reader, start, norms)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from k3ray.kernels.norm import rmsnorm
 
 from k3ray.kernels import convolution, kda, mla
+from k3ray.kernels.norm import rmsnorm
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.model.state import KdaState, MlaState
@@ -58,6 +58,7 @@ def mla_attention(
     latent_width = config.kv_lora_rank
     latent = rmsnorm(np.ascontiguousarray(compressed[:, :latent_width]), weights.kv_a_norm, latent_eps)
     o = np.empty((len(x), config.num_attention_heads * config.v_head_dim), np.float32)
+    kv_b = weights.kv_b.array()
     for state, position, rows in sequences:
         written = slice(position, position + rows.stop - rows.start)
         state.cache[written, :latent_width] = latent[rows]
@@ -66,7 +67,7 @@ def mla_attention(
             q[rows],
             state.cache,
             position,
-            weights.kv_b,
+            kv_b,
             config.num_attention_heads,
             config.qk_nope_head_dim,
             config.qk_rope_head_dim,

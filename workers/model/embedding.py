@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from k3ray.workers.checkpoint.tensors import TensorReader
 
+from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.failure import Failure
 from k3ray.workers.model.weights import widen
 

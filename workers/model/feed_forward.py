@@ -7,10 +7,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from k3ray.kernels.norm import rmsnorm
-from k3ray.kernels.situ import situ
 
 from k3ray.kernels import router
+from k3ray.kernels.norm import rmsnorm
+from k3ray.kernels.situ import situ
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.model.weights import MlpWeights, MoeWeights
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from k3ray.kernels.mxfp4 import NonFiniteInput
 
 from k3ray.kernels import attnres, router
+from k3ray.kernels.mxfp4 import NonFiniteInput
 from k3ray.kernels.norm import rmsnorm
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.failure import Failure

@@ -1,29 +1,49 @@
-"""The weights of a run of layers, read from a checkpoint into memory of this process.
+"""The weights of a run of layers: small tensors in memory, matrices from wherever they come.
 
-A matrix is known to the layers only as something that can be applied to tokens, so that where its rows come from
-(memory today) is not theirs to know.
+A matrix is known to the layers only as something that can be applied to tokens: whether its rows lie in memory or
+are being read from a tape is not theirs to know. Matrices are used in the tape's order (workers/tape/order.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from k3ray.workers.checkpoint.binding import Binding, read_a_log
-from k3ray.workers.checkpoint.tensors import TensorReader
 
 from k3ray.kernels import dense
 from k3ray.kernels.threads import RowPool
+from k3ray.workers.checkpoint.binding import Binding, read_a_log
+from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.model.config import ModelConfig
 
 Float32Array = npt.NDArray[np.float32]
 
 
+class Matrix(Protocol):
+    """A dense matrix (rows, columns), bf16 bits or float32."""
+
+    def apply(self, x: Float32Array) -> Float32Array:
+        """Return (tokens, rows) f32 for x (tokens, columns) f32, in the contract's order."""
+        ...
+
+    def array(self) -> npt.NDArray[Any]:
+        """Return the whole matrix as stored; it may be gone when another matrix is used."""
+        ...
+
+
+class Matrices(Protocol):
+    """Where the matrices of a slice come from."""
+
+    def matrix(self, layer: int, short: str, pool: RowPool) -> Matrix:
+        """Return a matrix by its layer (the head's: one past the last layer) and short name."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """A dense matrix (rows, columns), bf16 bits or float32, and the threads that share its rows."""
+class ResidentMatrix:
+    """A matrix in memory, and the threads that share its rows."""
 
     weight: npt.NDArray[Any]
     pool: RowPool
@@ -31,6 +51,24 @@ class Matrix:
     def apply(self, x: Float32Array) -> Float32Array:
         """Return (tokens, rows) f32 for x (tokens, columns) f32, in the contract's order."""
         return dense.matmul(self.weight, x, self.pool)
+
+    def array(self) -> npt.NDArray[Any]:
+        """Return the whole matrix as stored."""
+        return self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMatrices:
+    """Matrices read whole from the shards."""
+
+    binding: Binding
+    reader: TensorReader
+
+    def matrix(self, layer: int, short: str, pool: RowPool) -> Matrix:
+        """Read a matrix into memory."""
+        is_head = layer == self.binding.config.num_hidden_layers
+        names = self.binding.top if is_head else self.binding.layer_tensors(layer)
+        return ResidentMatrix(self.reader.read(names[short]), pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +93,14 @@ class KdaWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlaWeights:
-    """An MLA layer's attention. kv_b: (heads * (nope + value), kv_lora), used folded, so kept as an array."""
+    """An MLA layer's attention. kv_b: (heads * (nope + value), kv_lora), used folded, so only as a whole array."""
 
     q_a: Matrix
     q_a_norm: Float32Array
     q_b: Matrix
     kv_a: Matrix
     kv_a_norm: Float32Array
-    kv_b: npt.NDArray[Any]
+    kv_b: Matrix
     gate: Matrix
     out: Matrix
 
@@ -110,26 +148,37 @@ class HeadWeights:
     head: Matrix
 
 
+@dataclass(frozen=True, slots=True)
+class WeightSources:
+    """Everything that a slice's weights are read with. config: of the whole checkpoint."""
+
+    binding: Binding
+    reader: TensorReader
+    matrices: Matrices
+    pool: RowPool
+
+    @property
+    def config(self) -> ModelConfig:
+        """The checkpoint's config."""
+        return self.binding.config
+
+
 class WeightReader:
     """Reads one layer's tensors by their short names and gives them the shapes that the kernels take."""
 
-    def __init__(self, config: ModelConfig, reader: TensorReader, names: dict[str, str], pool: RowPool) -> None:
-        self._config = config
-        self._reader = reader
+    def __init__(self, sources: WeightSources, layer: int, names: dict[str, str]) -> None:
+        self._sources = sources
+        self._config = sources.config
+        self._layer = layer
         self._names = names
-        self._pool = pool
-
-    def array(self, short_name: str) -> npt.NDArray[Any]:
-        """Return the tensor as stored: bf16 bits as uint16, float32, bytes."""
-        return self._reader.read(self._names[short_name])
 
     def matrix(self, short_name: str) -> Matrix:
-        """Return a matrix as it is stored."""
-        return Matrix(self.array(short_name), self._pool)
+        """Return a matrix from where this slice's matrices come."""
+        return self._sources.matrices.matrix(self._layer, short_name, self._sources.pool)
 
     def vector(self, short_name: str) -> Float32Array:
         """Return a small tensor flattened and widened to float32."""
-        return widen(self.array(short_name)).reshape(-1)
+        return widen(self._sources.reader.read(self._names[short_name])).reshape(-1)
 
     def fold(self, norm: str, projection: str) -> Float32Array:
         """Return norm * projection: the product of two bf16 is exact in float32."""
@@ -155,7 +204,7 @@ class WeightReader:
             conv_v=convolution("v"),
             f_a=self.matrix("self_attn.f_a_proj.weight"),
             f_b=self.matrix("self_attn.f_b_proj.weight"),
-            a_log=read_a_log(self._reader, self._names["self_attn.A_log"], self._config.kda_num_heads),
+            a_log=read_a_log(self._sources.reader, self._names["self_attn.A_log"], self._config.kda_num_heads),
             dt_bias=self.vector("self_attn.dt_bias"),
             beta=self.matrix("self_attn.b_proj.weight"),
             gate=self.matrix("self_attn.g_proj.weight"),
@@ -171,7 +220,7 @@ class WeightReader:
             q_b=self.matrix("self_attn.q_b_proj.weight"),
             kv_a=self.matrix("self_attn.kv_a_proj_with_mqa.weight"),
             kv_a_norm=self.vector("self_attn.kv_a_layernorm.weight"),
-            kv_b=self.array("self_attn.kv_b_proj.weight"),
+            kv_b=self.matrix("self_attn.kv_b_proj.weight"),
             gate=self.matrix("self_attn.g_proj.weight"),
             out=self.matrix("self_attn.o_proj.weight"),
         )
@@ -189,9 +238,10 @@ class WeightReader:
         )
 
 
-def read_layer(config: ModelConfig, binding: Binding, reader: TensorReader, layer: int, pool: RowPool) -> LayerWeights:
+def read_layer(sources: WeightSources, layer: int) -> LayerWeights:
     """Read everything of one layer (zero-based) but its routed experts."""
-    weights = WeightReader(config, reader, binding.layer_tensors(layer), pool)
+    config = sources.config
+    weights = WeightReader(sources, layer, sources.binding.layer_tensors(layer))
     return LayerWeights(
         layer=layer,
         attention_fold=weights.fold("self_attention_res_norm.weight", "self_attention_res_proj.weight"),
@@ -203,9 +253,9 @@ def read_layer(config: ModelConfig, binding: Binding, reader: TensorReader, laye
     )
 
 
-def read_head(config: ModelConfig, binding: Binding, reader: TensorReader, pool: RowPool) -> HeadWeights:
+def read_head(sources: WeightSources) -> HeadWeights:
     """Read the output mix, the final norm and the head."""
-    weights = WeightReader(config, reader, binding.top, pool)
+    weights = WeightReader(sources, sources.config.num_hidden_layers, sources.binding.top)
     return HeadWeights(
         fold=weights.fold("output_attn_res_norm.weight", "output_attn_res_proj.weight"),
         norm=weights.vector("norm.weight"),
