@@ -105,6 +105,19 @@ def inspect(
     run(model_dir, json)
 
 
+@app.command(epilog="Example: k3ray pack /models/kimi-k3 /nvme/kimi-k3.tape --verify")
+def pack(
+    model_dir: Annotated[Path, typer.Argument(help="The checkpoint's folder.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make for the tape.")],
+    config: Config = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every bit of the tape with the shards.")] = False,
+) -> None:
+    """Pack the trunk and the head in the order of their use, to be streamed from a disk."""
+    from k3ray.commands.pack import run
+
+    run(model_dir, out, verify, config)
+
+
 @app.command(epilog="Example: k3ray selfcheck")
 def selfcheck(
     model_dir: ModelDir = None,
