@@ -7,6 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
+
+from k3ray.cluster.ray_driver import RayFailure
 from k3ray.cluster.ray_join import announced_address, examine, joined_ray
 from k3ray.cluster.ray_private import private_ray
 from k3ray.cluster.signals import ignored_signals, unwinding_signals
@@ -71,6 +74,10 @@ def ray_runtime(settings: RaySettings) -> Iterator[RayRuntime]:
 
 
 def _enter(settings: RaySettings, running: ExitStack) -> RayRuntime:
+    if ray.is_initialized():
+        raise RayFailure(
+            "this process is connected to Ray already, and one process can be so once: ray.shutdown() first"
+        )
     address = settings.address if settings.address not in (None, "", "auto") else announced_address()
     if address is None or address == LOCAL:
         own = running.enter_context(private_ray(settings.workers, settings.store_bytes))

@@ -177,6 +177,13 @@ def test_a_private_ray_is_two_daemons_and_the_actors(runtime: RayRuntime) -> Non
 
 
 @pytest.mark.ray
+def test_a_second_ray_in_one_process_is_refused_and_the_first_goes_on(runtime: RayRuntime) -> None:
+    with pytest.raises(RayFailure, match="is connected to Ray already"), ray_runtime(RaySettings("local")):
+        pass
+    assert ray.get(ray.remote(Actor).options(**runtime.actor_options(0, None, "again")).remote().facts.remote())
+
+
+@pytest.mark.ray
 def test_a_private_ray_is_to_be_reached_from_this_machine_only_and_with_its_token_only(runtime: RayRuntime) -> None:
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
     port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
