@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -88,6 +89,7 @@ class DirectFile:
         self._say = say
         self._lock = threading.Lock()
         self._open_descriptors: list[int] = []
+        self._closing = weakref.finalize(self, _close_all, self._open_descriptors)
         self._direct = True
         self._descriptor = self._open(os.O_DIRECT)
         self.file_bytes = os.fstat(self._descriptor).st_size
@@ -120,10 +122,7 @@ class DirectFile:
 
     def close(self) -> None:
         """Close the file; reads that are under way in other threads must have ended."""
-        with self._lock:
-            for descriptor in self._open_descriptors:
-                os.close(descriptor)
-            self._open_descriptors.clear()
+        self._closing()
 
     def __enter__(self) -> DirectFile:
         return self
@@ -187,3 +186,8 @@ class DirectFile:
         expected = f"{nbytes} bytes there: look at the disk (dmesg, smartctl) or use a copy on another one"
         found = f"{name} ({error.strerror}) at byte {offset}"
         raise DiskReadFailure(self.path, offset, found, expected, error.errno) from None
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())

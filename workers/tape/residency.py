@@ -48,9 +48,9 @@ def plan_residency(
     layout: TapeLayout, chunks: Sequence[int], budget_bytes: int | None, ring_chunks: int = DEFAULT_RING_CHUNKS
 ) -> Residency:
     """Divide a budget (None: all in memory); raises ResidencyFailure with the numbers when nothing can be done."""
-    total = sum(layout.chunks[number].nbytes for number in chunks)
-    if budget_bytes is None or total <= budget_bytes or not chunks:
-        return fixed_residency(layout, chunks, len(chunks), 0)
+    resident = fixed_residency(layout, chunks, len(chunks), 0)
+    if budget_bytes is None or resident.memory_bytes <= budget_bytes:
+        return resident
     for ring in range(min(ring_chunks, len(chunks)), 0, -1):
         planned = fixed_residency(layout, chunks, 0, ring)
         if planned.memory_bytes <= budget_bytes:
