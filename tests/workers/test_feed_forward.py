@@ -16,7 +16,7 @@ import pytest
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.feed_forward import mixture_of_experts, mlp
-from k3ray.workers.model.weights import ResidentMatrix, MlpWeights, MoeWeights
+from k3ray.workers.model.weights import MlpWeights, MoeWeights, ResidentMatrix
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -59,7 +59,9 @@ def config(k3b_dir: Path) -> ModelConfig:
 
 
 def matrix(generator: np.random.Generator, rows: int, columns: int, scale: float = 1.0) -> ResidentMatrix:
-    return ResidentMatrix((generator.standard_normal((rows, columns)) * scale / np.sqrt(columns)).astype(np.float32), POOL)
+    return ResidentMatrix(
+        (generator.standard_normal((rows, columns)) * scale / np.sqrt(columns)).astype(np.float32), POOL
+    )
 
 
 def mlp_weights(generator: np.random.Generator) -> MlpWeights:
@@ -146,7 +148,9 @@ def test_experts_are_summed_by_descending_score_not_by_index(config: ModelConfig
     weights, experts, _ = make(3)
     bias = np.full(EXPERTS, -1, np.float32)
     bias[[5, 1, 3]] = 3, 2, 1
-    weights = replace(weights, router=ResidentMatrix(np.zeros((EXPERTS, HIDDEN), np.float32), POOL), bias=bias, norm=None)
+    weights = replace(
+        weights, router=ResidentMatrix(np.zeros((EXPERTS, HIDDEN), np.float32), POOL), bias=bias, norm=None
+    )
     weights = replace(weights, down=ResidentMatrix(np.eye(LATENT, HIDDEN, dtype=np.float32), POOL))
     for expert, factor in ((5, 2.0**60), (1, -(2.0**60)), (3, 1.0)):
         experts.matrices[expert] = np.eye(LATENT, dtype=np.float32) * np.float32(factor)

@@ -34,7 +34,9 @@ class StubEmbedding:
         return self.table[ids]
 
 
-def attention(config: ModelConfig, weights: ResidentMatrix, x: Floats, sequences: Sequence[Any], pool: RowPool) -> Floats:
+def attention(
+    config: ModelConfig, weights: ResidentMatrix, x: Floats, sequences: Sequence[Any], pool: RowPool
+) -> Floats:
     return weights.apply(x)
 
 

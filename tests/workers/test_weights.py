@@ -102,7 +102,7 @@ def test_mixture_and_dense_mlp(sources: WeightSources) -> None:
 
 
 def test_norms_and_folds(sources: WeightSources) -> None:
-    config, binding, reader = sources.config, sources.binding, sources.reader
+    reader = sources.reader
     layer, head = read_layer(sources, 4), read_head(sources)
     start = f"{TOP}layers.4."
     norms: dict[str, npt.NDArray[Any] | ResidentMatrix] = {
