@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from k3ray.cluster.budget_plan import (
+    COPY,
     EXPERTS,
     PINNED,
     RING,
@@ -176,8 +177,9 @@ def _trunk_parts(run: HostRun, stage: int, pinned: int, parts: dict[str, int]) -
         return {**parts, PINNED: trunk_bytes(run.config, run.layers(stage), run.has_head(stage))}, 0, 0
     chunks = run.stage_chunks[stage]
     residency = fixed_residency(run.layout, chunks, pinned, run.ring_chunks)
-    ring = {RING: residency.ring_bytes, "matrix in one piece": residency.whole_bytes} if residency.ring_chunks else {}
-    return {**parts, PINNED: residency.pinned_bytes, **ring}, residency.ring_chunks, residency.streamed_bytes
+    trunk = {PINNED: residency.pinned_bytes, RING: residency.ring_bytes, COPY: residency.whole_bytes}
+    present = {name: nbytes for name, nbytes in trunk.items() if nbytes}
+    return {**parts, **present}, residency.ring_chunks, residency.streamed_bytes
 
 
 def _expert_bytes_per_token(run: HostRun, slots: Sequence[int]) -> int:

@@ -13,7 +13,8 @@ from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.tape.layout import TapeLayout
 from k3ray.workers.tape.residency import DEFAULT_RING_CHUNKS
 
-PINNED, RING, EXPERTS = "trunk in memory", "tape ring", "expert slots"
+PINNED, RING, COPY = "trunk in memory", "tape ring", "matrix in one piece"
+EXPERTS = "expert slots"
 
 
 @dataclass(frozen=True, slots=True)

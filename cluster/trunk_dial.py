@@ -5,10 +5,13 @@ Stages pin the beginning of their part of the tape, all of them in step. Pure ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from k3ray.cluster.budget_plan import HostRun
 from k3ray.cluster.memory_parts import trunk_bytes
+from k3ray.workers.tape.layout import TapeLayout
 from k3ray.workers.tape.order import KV_B
 
 
@@ -58,23 +61,39 @@ def trunk_dial(run: HostRun) -> TrunkDial:
         for stage, of_stage in enumerate(sizes)
         for place in range(len(of_stage))
     )
-    whole = [_whole_bytes(run, stage) for stage in range(run.num_stages)]
-    left = [len(of_stage) for of_stage in sizes]
-    streaming = [min(run.ring_chunks, left[stage]) * layout.chunk_bytes + whole[stage] for stage in range(len(sizes))]
-    pinned = 0
-    memory_bytes, pinned_bytes = [sum(streaming)], [0]
+    taken = [0] * run.num_stages
+    copies = [_copy_bytes(layout, chunks) for chunks in run.stage_chunks]
+
+    def streaming(stage: int) -> int:
+        ring = min(run.ring_chunks, len(sizes[stage]) - taken[stage]) * layout.chunk_bytes
+        return ring + copies[stage][taken[stage]]
+
+    pinned, around = 0, sum(streaming(stage) for stage in range(run.num_stages))
+    memory_bytes, pinned_bytes = [around], [0]
     for _, stage, place in turns:
+        around -= streaming(stage)
+        taken[stage] += 1
+        around += streaming(stage)
         pinned += sizes[stage][place]
-        left[stage] -= 1
-        ring = min(run.ring_chunks, left[stage]) * layout.chunk_bytes
-        streaming[stage] = ring + whole[stage] if left[stage] else 0
-        memory_bytes.append(pinned + sum(streaming))
+        memory_bytes.append(pinned + around)
         pinned_bytes.append(pinned)
     return TrunkDial(run.num_stages, tuple(stage for _, stage, _ in turns), tuple(memory_bytes), tuple(pinned_bytes))
 
 
-def _whole_bytes(run: HostRun, stage: int) -> int:
-    """Memory for the largest streamed matrix of a stage that is needed in one piece (residency.py): at most this."""
-    assert run.layout is not None
-    layers = run.layers(stage)
-    return max((t.nbytes for t in run.layout.tensors if t.short == KV_B and t.layer in layers), default=0)
+def _copy_bytes(layout: TapeLayout, chunks: Sequence[int]) -> list[int]:
+    """(chunks + 1,) bytes of the largest matrix that has to be copied into one piece, by how many chunks are pinned.
+
+    As residency.py plans it: one that is not all pinned, or lies on the tape with something between its pieces.
+    """
+    needed = [0] * (len(chunks) + 1)
+    ends: dict[int, int] = {}  # of the rows so far on the tape, by tensor
+    for place, number in enumerate(chunks):
+        chunk = layout.chunks[number]
+        for segment in chunk.segments:
+            tensor = layout.tensors[segment.tensor]
+            if tensor.short == KV_B:
+                begin = chunk.offset + segment.offset
+                last = place if ends.get(segment.tensor, begin) == begin else len(chunks)
+                needed[last] = max(needed[last], tensor.nbytes)
+                ends[segment.tensor] = begin + segment.rows * tensor.row_bytes
+    return list(accumulate(reversed(needed), max))[::-1]
