@@ -1,0 +1,1 @@
+"""Which experts stay in memory: the policies, the recorded trace of requests and its replay. No I/O but the trace's."""
