@@ -35,6 +35,32 @@ def test_a_port_where_nobody_listens(host: str) -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            {"refused": "no token"},
+            "asks for its token and none was found: put the cluster's token into ~/.ray/auth_token",
+        ),
+        ({"refused": "wrong token"}, "refuses the one that was found"),
+        ({"refused": "it is a printer"}, r"is no Ray cluster \(it is a printer\): check RAY_ADDRESS"),
+        ({"local": False}, "this machine is no node of .*: run `ray start --address=host:6379` here first"),
+        ({"ray": "2.0.0"}, r"runs Ray 2\.0\.0 on Python \S+, and this process Ray .*: use the same on every node"),
+        ({"python": "3.9.1"}, r"on Python 3\.9\.1, and this process"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined(
+    monkeypatch: pytest.MonkeyPatch, answer: dict[str, object], message: str
+) -> None:
+    sound = {"mode": "token", "ray": None, "python": None, "nodes": 2, "local": True}
+    monkeypatch.setattr(ray_join, "_accepts", lambda host, port: True)
+    monkeypatch.setattr(ray_join, "_probe", lambda address: sound)
+    assert ray_join.examine("host:6379") == ray_join.Cluster("host:6379", "token", 2)
+    monkeypatch.setattr(ray_join, "_probe", lambda address: sound | answer)
+    with pytest.raises(RayFailure, match=message):
+        ray_join.examine("host:6379")
+
+
 def test_the_announcement_of_a_dead_cluster_or_of_another_user_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
