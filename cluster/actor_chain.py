@@ -11,6 +11,7 @@ import ray
 from k3ray.cluster.plan import Plan
 from k3ray.workers.actors import ExpertShardActor, LayerStageActor, ProcessReport
 from k3ray.workers.failure import Failure
+from k3ray.workers.io_counts import IoCounts
 
 Options = Callable[[float, int | None, str], dict[str, Any]]
 NUM_CPUS = 0  # the plan shares the cores out; Ray must not make an actor wait for one
@@ -87,6 +88,10 @@ class ActorChain:
         """Return (layer, expert) of every damaged expert that any actor has used so far."""
         asked = [actor.damaged_met.remote() for actor in [*self._stages, *self._shards]]
         return sorted({met for ref in asked for met in _answer(ref)})
+
+    def counts(self) -> IoCounts:
+        """Return what all actors have read since they were loaded."""
+        return sum((_answer(actor.counts.remote()) for actor in [*self._stages, *self._shards]), IoCounts())
 
     def stop(self) -> None:
         """End every actor."""

@@ -17,7 +17,8 @@ import ray
 from k3ray.kernels.compile import compile_all
 from k3ray.workers.experts import ExpertStore
 from k3ray.workers.failure import Failure
-from k3ray.workers.loading import ShardSpec, StageSpec, load_shard, load_stage
+from k3ray.workers.io_counts import IoCounts
+from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
 from k3ray.workers.shard import ExpertShard
 from k3ray.workers.stage import LayerStage
 
@@ -73,12 +74,14 @@ class LayerStageActor:
 
     def __init__(self) -> None:
         self._stage: LayerStage | None = None
-        self._store: ExpertStore | None = None
+        self._parts: LoadedSlice | None = None
 
     def load(self, spec: StageSpec, shards: Sequence[Any]) -> ProcessReport:
         """Compile the kernels or take them from the cache, and load the stage; shards are actor handles."""
+        if self._parts is not None:
+            self._parts.close()
         kernels = compile_all()
-        self._stage, self._store = load_stage(spec, [RayShardLink(handle) for handle in shards])
+        self._stage, self._parts = load_stage(spec, [RayShardLink(handle) for handle in shards])
         return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds)
 
     def open_sequence(self, session: int, capacity: int) -> None:
@@ -95,7 +98,11 @@ class LayerStageActor:
 
     def damaged_met(self) -> list[tuple[int, int]]:
         """See ExpertStore.damaged_met."""
-        return _loaded(self._store).damaged_met()
+        return _loaded(self._parts).damaged_met()
+
+    def counts(self) -> IoCounts:
+        """See LoadedSlice.counts."""
+        return _loaded(self._parts).counts()
 
 
 class ExpertShardActor:
@@ -106,7 +113,9 @@ class ExpertShardActor:
         self._store: ExpertStore | None = None
 
     def load(self, spec: ShardSpec) -> ProcessReport:
-        """Compile the kernels or take them from the cache, and load the shard's experts."""
+        """Compile the kernels or take them from the cache, and open the shard's cache."""
+        if self._store is not None:
+            self._store.close()
         kernels = compile_all()
         self._shard, self._store = load_shard(spec)
         return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds)
@@ -118,6 +127,10 @@ class ExpertShardActor:
     def damaged_met(self) -> list[tuple[int, int]]:
         """See ExpertStore.damaged_met."""
         return _loaded(self._store).damaged_met()
+
+    def counts(self) -> IoCounts:
+        """See IoCounts."""
+        return IoCounts.of(_loaded(self._store), None)
 
 
 def _loaded(part: Part | None) -> Part:

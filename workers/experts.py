@@ -1,11 +1,15 @@
-"""Routed experts held in this process: their bytes, and the work on (token, expert) pairs.
+"""Routed experts of this process: a cache of slots, and the work on (token, expert) pairs as the experts arrive.
 
 It does not know which experts a token chose for what reason, nor their weights in the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import mmap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,91 +18,142 @@ import numpy.typing as npt
 from k3ray.kernels import mxfp4
 from k3ray.kernels.situ import situ
 from k3ray.kernels.threads import RowPool
-from k3ray.workers.checkpoint.binding import Binding
-from k3ray.workers.checkpoint.tensors import TensorReader
+from k3ray.workers.cache.policy import CachePolicy, Placement
+from k3ray.workers.expert_reader import Expert, ExpertReader, expert_slot_bytes
 from k3ray.workers.failure import Failure
 from k3ray.workers.model.config import ModelConfig
 
+Bytes = npt.NDArray[np.uint8]
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
-NAN_SCALE = 255
+QUEUE_DEPTH = 8  # reads at work at once: one alone leaves an NVMe half idle
 
 
 class MissingExpert(Failure):
-    """An expert was asked of a process that does not hold it: the plan and the request disagree."""
+    """An expert was asked of a process that does not own it: the plan and the request disagree."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mxfp4Matrix:
-    """packed: (rows, columns / 2) u8, low nibble first. scales: (rows, columns / 32) u8, E8M0."""
+@dataclass(slots=True)
+class ExpertCounts:
+    """What the cache did. hits: experts that were resident when they were asked for, before anything was read.
 
-    packed: npt.NDArray[np.uint8]
-    scales: npt.NDArray[np.uint8]
+    wait_s: time in which the arithmetic had nothing to do but wait for the disk.
+    """
 
-    def apply(self, x: mxfp4.QuantisedInput, pool: RowPool) -> Float32Array:
-        """Return (tokens, rows) f32 in the contract's order."""
-        return mxfp4.matmul(self.packed, self.scales, x, pool)
-
-
-@dataclass(frozen=True, slots=True)
-class Expert:
-    """w1 gate, w3 up: latent -> inner. w2 down: inner -> latent. damaged: a scale byte is NaN."""
-
-    w1: Mxfp4Matrix
-    w2: Mxfp4Matrix
-    w3: Mxfp4Matrix
-    damaged: bool
+    requests: int = 0
+    hits: int = 0
+    wait_s: float = 0.0
 
 
-def read_expert(binding: Binding, reader: TensorReader, layer: int, expert: int) -> Expert:
-    """Read one expert's six tensors into memory of this process."""
-    names = binding.expert_tensors(layer, expert)
-
-    def matrix(part: str) -> Mxfp4Matrix:
-        packed, scales = (reader.read(names[f"{part}.weight_{kind}"]) for kind in ("packed", "scale"))
-        return Mxfp4Matrix(packed, scales)
-
-    w1, w2, w3 = matrix("w1"), matrix("w2"), matrix("w3")
-    return Expert(w1, w2, w3, damaged=any((found.scales == NAN_SCALE).any() for found in (w1, w2, w3)))
+def expert_arena(config: ModelConfig, slots: int) -> Bytes:
+    """Map memory for `slots` experts, (slots, slot bytes) u8; a page comes into being when it is first used."""
+    width = expert_slot_bytes(config)
+    memory = mmap.mmap(-1, slots * width, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8).reshape(slots, width)
 
 
 class ExpertStore:
-    """The experts that this process holds, all resident."""
+    """The experts that this process owns, as many of them resident as the policy has slots for."""
 
-    def __init__(self, config: ModelConfig, pool: RowPool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: ExpertReader,
+        policy: CachePolicy,
+        pool: RowPool,
+        owns: Callable[[int, int], bool] = lambda layer, expert: True,
+    ) -> None:
         self._config = config
+        self.reader = reader
+        self._policy = policy
         self._pool = pool
-        self._experts: dict[tuple[int, int], Expert] = {}
+        self._owns = owns
+        self._arena = expert_arena(config, policy.slots)
+        self._resident: dict[int, Expert] = {}
+        self._readers = ThreadPoolExecutor(QUEUE_DEPTH, thread_name_prefix="k3ray-experts")
         self._damaged_met: set[tuple[int, int]] = set()
-
-    def load(self, binding: Binding, reader: TensorReader, wanted: Iterable[tuple[int, int]]) -> None:
-        """Read the experts (layer, expert) that this process is to hold."""
-        for layer, expert in wanted:
-            self._experts[layer, expert] = read_expert(binding, reader, layer, expert)
+        self.counts = ExpertCounts()
 
     def damaged_met(self) -> list[tuple[int, int]]:
         """Return (layer, expert) of every expert used so far that has a NaN scale byte, sorted."""
         return sorted(self._damaged_met)
 
     def compute(self, layer: int, latents: Float32Array, token_rows: Int32Array, experts: Int32Array) -> Float32Array:
-        """Return (pairs, latent) f32: expert experts[i] on latents[token_rows[i]], each expert's bytes read once."""
+        """Return (pairs, latent) f32: expert experts[i] on latents[token_rows[i]].
+
+        Each distinct expert is read at most once for all its pairs. Raises MissingExpert, ExpertUnreadable,
+        NonFiniteInput; then no output leaves.
+        """
         outputs = np.empty((len(experts), latents.shape[1]), np.float32)
-        order = np.argsort(experts, kind="stable")
-        cuts = np.flatnonzero(np.diff(experts[order])) + 1
-        for pairs in np.split(order, cuts) if len(order) else []:
-            outputs[pairs] = self._apply(layer, int(experts[pairs[0]]), latents[token_rows[pairs]])
+        pairs_of: dict[int, list[int]] = {}
+        for pair in np.argsort(-token_rows, kind="stable").tolist():  # the last token's choice first: see CachePolicy
+            pairs_of.setdefault(int(experts[pair]), []).append(pair)
+        for expert in pairs_of:
+            if not self._owns(layer, expert):
+                raise MissingExpert(f"layer {layer} expert {expert} is not owned by this process")
+        distinct, slots = list(pairs_of), self._policy.slots
+        for first in reversed(range(0, len(distinct), slots)):  # what is most worth keeping comes last, and stays
+            for number, expert_bytes in self._arriving(layer, distinct[first : first + slots]):
+                pairs = pairs_of[number]
+                if expert_bytes.damaged:
+                    self._damaged_met.add((layer, number))
+                outputs[pairs] = self._apply(expert_bytes, latents[token_rows[pairs]])
         return outputs
 
-    def _apply(self, layer: int, number: int, latents: Float32Array) -> Float32Array:
-        expert = self._experts.get((layer, number))
-        if expert is None:
-            raise MissingExpert(f"layer {layer} expert {number} is not held by this process")
-        if expert.damaged:
-            self._damaged_met.add((layer, number))
+    def close(self) -> None:
+        """End the reading threads and close the files."""
+        self._readers.shutdown()
+        self.reader.close()
+
+    def _arriving(self, layer: int, wanted: Sequence[int]) -> Iterator[tuple[int, Expert]]:
+        """Yield the experts, resident ones first, the others as their bytes arrive."""
+        placements = self._policy.request(layer, wanted)
+        hits = [placement for placement in placements if placement.hit]
+        self.counts.requests += len(placements)
+        self.counts.hits += len(hits)
+        pending = {
+            self._readers.submit(self.reader.read, layer, placement.expert, self._arena[placement.slot]): placement
+            for placement in placements
+            if not placement.hit
+        }
+        try:
+            for placement in hits:
+                yield placement.expert, self._resident[placement.slot]
+            for arrived in self._waiting(pending):
+                placement = pending[arrived]
+                self._resident[placement.slot] = arrived.result()
+                yield placement.expert, self._resident[placement.slot]
+        except BaseException:
+            self._abandon(layer, pending)
+            raise
+
+    def _waiting(self, pending: dict[Future[Expert], Placement]) -> Iterator[Future[Expert]]:
+        arriving = as_completed(pending)
+        while True:
+            started = time.perf_counter()
+            arrived = next(arriving, None)
+            self.counts.wait_s += time.perf_counter() - started
+            if arrived is None:
+                return
+            yield arrived
+
+    def _abandon(self, layer: int, pending: dict[Future[Expert], Placement]) -> None:
+        """After a failure nothing that was being read counts as resident, and no thread still writes into a slot."""
+        for future in pending:
+            future.cancel()
+        wait(pending)
+        for placement in pending.values():
+            self._policy.forget(layer, placement.expert)
+            self._resident.pop(placement.slot, None)
+
+    def _apply(self, expert: Expert, latents: Float32Array) -> Float32Array:
         x = mxfp4.quantise(latents)
-        gate, up = expert.w1.apply(x, self._pool), expert.w3.apply(x, self._pool)
+        gate = mxfp4.matmul(expert.w1.packed, expert.w1.scales, x, self._pool)
+        up = mxfp4.matmul(expert.w3.packed, expert.w3.scales, x, self._pool)
         inner = situ(gate, up, self._config.situ_beta, self._config.situ_linear_beta)
-        return expert.w2.apply(mxfp4.quantise(inner), self._pool)
+        return mxfp4.matmul(expert.w2.packed, expert.w2.scales, mxfp4.quantise(inner), self._pool)
 
 
 class LocalExperts:

@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from k3ray.workers.expert_fanout import ShardLink
 from k3ray.workers.experts import ExpertStore
-from k3ray.workers.loading import ShardSpec, StageSpec, load_shard, load_stage
+from k3ray.workers.io_counts import IoCounts
+from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
 from k3ray.workers.shard import ExpertShard
 from k3ray.workers.stage import LayerStage
 
@@ -32,9 +33,13 @@ class InProcessShard:
 class InProcessChain:
     """The stages of one model, one after the other in the caller's thread."""
 
-    def __init__(self, stages: Sequence[LayerStage], stores: Sequence[ExpertStore]) -> None:
+    def __init__(
+        self, stages: Sequence[LayerStage], loaded: Sequence[LoadedSlice], stores: Sequence[ExpertStore]
+    ) -> None:
         self._stages = stages
+        self._loaded = loaded
         self._stores = stores
+        self._parts: list[LoadedSlice | ExpertStore] = [*loaded, *stores]
 
     @property
     def num_stages(self) -> int:
@@ -68,7 +73,17 @@ class InProcessChain:
 
     def damaged_met(self) -> list[tuple[int, int]]:
         """Return (layer, expert) of every damaged expert used so far."""
-        return sorted({met for store in self._stores for met in store.damaged_met()})
+        return sorted({met for part in self._parts for met in part.damaged_met()})
+
+    def counts(self) -> IoCounts:
+        """Return what all stages and shards have read."""
+        counts = [loaded.counts() for loaded in self._loaded] + [IoCounts.of(store, None) for store in self._stores]
+        return sum(counts, IoCounts())
+
+    def close(self) -> None:
+        """End the reading threads."""
+        for part in self._parts:
+            part.close()
 
 
 def start_in_process(stages: Sequence[StageSpec], shards: Sequence[ShardSpec]) -> InProcessChain:
@@ -76,5 +91,8 @@ def start_in_process(stages: Sequence[StageSpec], shards: Sequence[ShardSpec]) -
     loaded_shards = [load_shard(spec) for spec in shards]
     links: list[ShardLink] = [InProcessShard(shard) for shard, _ in loaded_shards]
     loaded_stages = [load_stage(spec, links) for spec in stages]
-    stores = [store for _, store in [*loaded_shards, *loaded_stages]]
-    return InProcessChain([stage for stage, _ in loaded_stages], stores)
+    return InProcessChain(
+        [stage for stage, _ in loaded_stages],
+        [loaded for _, loaded in loaded_stages],
+        [store for _, store in loaded_shards],
+    )

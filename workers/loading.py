@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from k3ray.kernels.threads import RowPool
+from k3ray.workers.cache.circle import CirclePolicy
 from k3ray.workers.checkpoint.binding import Binding, bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.expert_fanout import RemoteExperts, ShardLink, shard_of
+from k3ray.workers.expert_reader import ExpertReader
 from k3ray.workers.experts import ExpertStore, LocalExperts
+from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.embedding import Embedding
-from k3ray.workers.model.feed_forward import RoutedExperts
 from k3ray.workers.model.slice import Slice, SliceParts
 from k3ray.workers.model.weights import Matrices, ShardMatrices, WeightSources, read_head, read_layer
 from k3ray.workers.shard import ExpertShard
@@ -26,11 +28,15 @@ from k3ray.workers.tape.tape import open_tape
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSpec:
-    """Which model: its folder, its config when that lies elsewhere, and how many of its layers are run."""
+    """Which model: its folder, its config when that lies elsewhere, and how many of its layers are run.
+
+    mirrors: folders with the same checkpoint, asked for an expert that the first one cannot give.
+    """
 
     model_dir: Path
     config_path: Path | None
     num_layers: int
+    mirrors: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,8 @@ class TapeSpec:
 class StageSpec:
     """One stage's part: layers first..stop-1 (zero-based), and the cores that its threads may use.
 
-    tape: where its matrices are streamed from; None: they are read whole from the shards.
+    tape: where its matrices are streamed from; None: they are read whole from the shards. cache_slots: how many of
+    its routed experts are in memory at a time; None: all of them.
     """
 
     checkpoint: CheckpointSpec
@@ -55,6 +62,7 @@ class StageSpec:
     threads: int
     cores: tuple[int, ...]
     tape: TapeSpec | None = None
+    cache_slots: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,69 +74,114 @@ class ShardSpec:
     num_shards: int
     threads: int
     cores: tuple[int, ...]
+    cache_slots: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened and bound checkpoint: every tensor of the text model is there, with the shape the config says."""
+    """An opened and bound checkpoint: every tensor of the text model is there, with the shape the config says.
+
+    config: cut to the layers that are run; binding and reader: of the whole checkpoint. mirrors: bound like it.
+    """
 
     config: ModelConfig
     binding: Binding
     reader: TensorReader
+    mirrors: tuple[tuple[Binding, TensorReader], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSlice:
+    """A slice with what it reads from. store: None where shards hold the experts; tape: None without one."""
+
+    layers: Slice
+    store: ExpertStore | None
+    tape: TapeSource | None
+
+    def counts(self) -> IoCounts:
+        """Return what was read and waited for so far."""
+        return IoCounts.of(self.store, self.tape)
+
+    def damaged_met(self) -> list[tuple[int, int]]:
+        """See ExpertStore.damaged_met."""
+        return self.store.damaged_met() if self.store is not None else []
+
+    def close(self) -> None:
+        """End the reading threads."""
+        for part in (self.store, self.tape):
+            if part is not None:
+                part.close()
 
 
 def open_checkpoint(spec: CheckpointSpec) -> Checkpoint:
     """Read the config, open the index, bind every tensor; ConfigError or BindError before any weight is read."""
     config = read_config(spec.config_path or spec.model_dir)
-    index = open_index(spec.model_dir)
-    binding = bind(config, index)
-    return Checkpoint(config.truncated(spec.num_layers), binding, TensorReader(index))
+    (binding, reader), *mirrors = (_bound(config, folder) for folder in (spec.model_dir, *spec.mirrors))
+    return Checkpoint(config.truncated(spec.num_layers), binding, reader, tuple(mirrors))
 
 
-def load_stage(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[LayerStage, ExpertStore]:
-    """Load a stage and the store of the routed experts in its process, which is empty where shards hold them."""
-    layers, store = load_slice(spec, shards)
-    return LayerStage(layers), store
-
-
-def load_slice(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[Slice, ExpertStore]:
-    """Load a stage's layers; with no shards its routed experts too, into the returned store."""
+def load_slice(spec: StageSpec, shards: Sequence[ShardLink]) -> LoadedSlice:
+    """Load a stage's layers; its routed experts are read when they are first needed, unless shards hold them."""
     checkpoint = open_checkpoint(spec.checkpoint)
     config, binding, reader = checkpoint.config, checkpoint.binding, checkpoint.reader
     pool = RowPool(spec.threads, spec.cores)
     has_head = spec.stop == config.num_hidden_layers
-    sources = WeightSources(binding, reader, _matrices(spec, checkpoint, has_head), pool)
+    tape = _open_tape(spec, checkpoint, has_head)
+    matrices: Matrices = ShardMatrices(binding, reader) if tape is None else tape
+    sources = WeightSources(binding, reader, matrices, pool)
     parts = SliceParts(
         config,
         tuple(read_layer(sources, layer) for layer in range(spec.first, spec.stop)),
         embedding=Embedding(reader, binding.top["embed_tokens.weight"], config.vocab_size) if spec.first == 0 else None,
         head=read_head(sources) if has_head else None,
     )
-    store = ExpertStore(config, pool)
-    experts: RoutedExperts = RemoteExperts(shards) if shards else LocalExperts(store)
-    if not shards:
-        mine = [layer for layer in range(spec.first, spec.stop) if config.is_moe(layer)]
-        store.load(binding, reader, ((layer, expert) for layer in mine for expert in range(config.num_experts)))
-    return Slice(parts, experts, pool), store
+    if shards:
+        return LoadedSlice(Slice(parts, RemoteExperts(shards), pool), None, tape)
+    layers = [layer for layer in config.moe_layers if spec.first <= layer < spec.stop]
+    owned = len(layers) * config.num_experts
+    store = _open_store(checkpoint, pool, owned, spec.cache_slots, lambda layer, expert: layer in layers)
+    return LoadedSlice(Slice(parts, LocalExperts(store), pool), store, tape)
 
 
-def _matrices(spec: StageSpec, checkpoint: Checkpoint, has_head: bool) -> Matrices:
-    """The stage's tape, read ahead from now on; without one the shards."""
+def load_stage(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[LayerStage, LoadedSlice]:
+    """Load a stage; see load_slice."""
+    loaded = load_slice(spec, shards)
+    return LayerStage(loaded.layers), loaded
+
+
+def load_shard(spec: ShardSpec) -> tuple[ExpertShard, ExpertStore]:
+    """Open a shard's cache; its experts are read when they are first needed."""
+    checkpoint = open_checkpoint(spec.checkpoint)
+    config, pool = checkpoint.config, RowPool(spec.threads, spec.cores)
+    mine = sum(shard_of(expert, spec.num_shards) == spec.shard for expert in range(config.num_experts))
+
+    def owns(layer: int, expert: int) -> bool:
+        return config.is_moe(layer) and bool(shard_of(expert, spec.num_shards) == spec.shard)
+
+    store = _open_store(checkpoint, pool, mine * len(config.moe_layers), spec.cache_slots, owns)
+    return ExpertShard(store), store
+
+
+def _bound(config: ModelConfig, folder: Path) -> tuple[Binding, TensorReader]:
+    index = open_index(folder)
+    return bind(config, index), TensorReader(index)
+
+
+def _open_store(
+    checkpoint: Checkpoint, pool: RowPool, owned: int, slots: int | None, owns: Callable[[int, int], bool]
+) -> ExpertStore:
+    roots = [(checkpoint.binding, checkpoint.reader.index)]
+    roots += [(binding, reader.index) for binding, reader in checkpoint.mirrors]
+    num_slots = max(1, owned if slots is None else min(slots, owned))
+    return ExpertStore(checkpoint.config, ExpertReader(roots), CirclePolicy(num_slots), pool, owns)
+
+
+def _open_tape(spec: StageSpec, checkpoint: Checkpoint, has_head: bool) -> TapeSource | None:
+    """Open the stage's part of its tape, and begin to read it ahead."""
     if spec.tape is None:
-        return ShardMatrices(checkpoint.binding, checkpoint.reader)
+        return None
     head_layer = checkpoint.binding.config.num_hidden_layers
     layers = [*range(spec.first, spec.stop), *([head_layer] if has_head else [])]
     tape = open_tape(spec.tape.folder, checkpoint.binding, checkpoint.reader, layers)
     chunks = tape.layout.chunks_of(spec.first, spec.stop, has_head)
     return TapeSource(tape, fixed_residency(tape.layout, chunks, spec.tape.pinned_chunks, spec.tape.ring_chunks))
-
-
-def load_shard(spec: ShardSpec) -> tuple[ExpertShard, ExpertStore]:
-    """Load a shard's experts of every MoE layer."""
-    checkpoint = open_checkpoint(spec.checkpoint)
-    config = checkpoint.config
-    store = ExpertStore(config, RowPool(spec.threads, spec.cores))
-    mine = [expert for expert in range(config.num_experts) if shard_of(expert, spec.num_shards) == spec.shard]
-    wanted = ((layer, expert) for layer in config.moe_layers for expert in mine)
-    store.load(checkpoint.binding, checkpoint.reader, wanted)
-    return ExpertShard(store), store

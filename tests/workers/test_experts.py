@@ -10,9 +10,11 @@ import pytest
 
 from k3ray.kernels.reference.mxfp4 import decode
 from k3ray.kernels.threads import RowPool
+from k3ray.workers.cache.circle import CirclePolicy
 from k3ray.workers.checkpoint.binding import bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
+from k3ray.workers.expert_reader import ExpertReader
 from k3ray.workers.experts import ExpertStore, LocalExperts, MissingExpert
 from k3ray.workers.model.config import read_config
 
@@ -31,9 +33,10 @@ def reader(k3b_dir: Path) -> TensorReader:
 @pytest.fixture(scope="module")
 def store(k3b_dir: Path, reader: TensorReader) -> ExpertStore:
     config = read_config(k3b_dir)
-    held = ExpertStore(config, RowPool(1))
-    held.load(bind(config, reader.index), reader, [(LAYER, expert) for expert in HELD])
-    return held
+    experts = ExpertReader([(bind(config, reader.index), reader.index)])
+    return ExpertStore(
+        config, experts, CirclePolicy(len(HELD)), RowPool(1), lambda layer, expert: layer == LAYER and expert in HELD
+    )
 
 
 def latents(count: int) -> npt.NDArray[np.float32]:
@@ -85,5 +88,5 @@ def test_no_pairs_and_an_expert_that_is_not_held(store: ExpertStore) -> None:
     empty = np.zeros(0, np.int32)
     assert store.compute(LAYER, latents(1), empty, empty).shape == (0, 96)
     for layer, expert in ((LAYER, 1), (LAYER + 1, 0)):
-        with pytest.raises(MissingExpert, match=f"layer {layer} expert {expert} is not held"):
+        with pytest.raises(MissingExpert, match=f"layer {layer} expert {expert} is not owned"):
             store.compute(layer, latents(2), np.array([0, 1], np.int32), np.array([0, expert], np.int32))

@@ -54,7 +54,7 @@ class Recorder:
 
 def run_whole(golden: Golden, prompt: int) -> tuple[Recorder, ActivationFrame, npt.NDArray[np.float32]]:
     _, spec = whole(golden.path)
-    layers, _ = load_slice(spec, [])
+    layers = load_slice(spec, []).layers
     ids = np.array(golden.ids(prompt), np.int32)
     layers.open_sequence(0, len(ids))
     frame = ActivationFrame(
@@ -115,7 +115,7 @@ def test_router_weights_and_latents(golden: Golden) -> None:
 
 def test_state_after_the_prompt(golden: Golden) -> None:
     config, spec = whole(golden.path)
-    chain_slice, _ = load_slice(spec, [])
+    chain_slice = load_slice(spec, []).layers
     ids = np.array(golden.ids(0), np.int32)
     chain_slice.open_sequence(0, len(ids))
     zeros = np.zeros((len(ids), 0), np.float32)

@@ -59,8 +59,8 @@ def forward(layers: Slice, ids: list[int], position: int) -> npt.NDArray[np.floa
 @pytest.mark.parametrize(("pinned", "ring"), [(0, 1), (0, 3), (40, DEFAULT_RING_CHUNKS), (10_000, 1)])
 def test_logits_have_the_bits_of_the_resident_model(golden: Golden, tape: Path, pinned: int, ring: int) -> None:
     ids = golden.ids(0)
-    resident, _ = load_slice(stage(golden.path, None), [])
-    streamed, _ = load_slice(stage(golden.path, TapeSpec(tape, pinned, ring)), [])
+    resident = load_slice(stage(golden.path, None), []).layers
+    streamed = load_slice(stage(golden.path, TapeSpec(tape, pinned, ring)), []).layers
     for layers in (resident, streamed):
         layers.open_sequence(0, len(ids))
     for low, high in ((0, 1), (1, 8), (8, 9), (9, len(ids))):
@@ -79,7 +79,7 @@ def test_two_stages_on_one_tape_say_what_the_official_code_says(golden: Golden, 
 def test_the_first_layers_alone_use_the_whole_models_tape(golden: Golden, tape: Path) -> None:
     answers = []
     for spec in (None, TapeSpec(tape, 0, 2)):
-        layers, _ = load_slice(stage(golden.path, spec, 0, 3, layers=3), [])
+        layers = load_slice(stage(golden.path, spec, 0, 3, layers=3), []).layers
         layers.open_sequence(0, 8)
         answers.append(forward(layers, [5, 6, 7], 0).tobytes())
     assert answers[0] == answers[1]
@@ -88,7 +88,7 @@ def test_the_first_layers_alone_use_the_whole_models_tape(golden: Golden, tape: 
 def test_a_failing_disk_ends_the_step_and_no_later_one(
     golden: Golden, tape: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers, _ = load_slice(stage(golden.path, TapeSpec(tape, 0, 2)), [])
+    layers = load_slice(stage(golden.path, TapeSpec(tape, 0, 2)), []).layers
     layers.open_sequence(0, 8)
     expected = forward(layers, [5, 6, 7], 0).tobytes()
     layers.close_sequence(0)

@@ -1,0 +1,47 @@
+"""What a process read and waited for: counted at the readers, so that nothing flatters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from k3ray.workers.experts import ExpertStore
+from k3ray.workers.tape.source import TapeSource
+
+
+@dataclass(frozen=True, slots=True)
+class IoCounts:
+    """Sums since the process was loaded.
+
+    trunk_bytes, expert_bytes: what the disks gave. trunk_ahead_bytes: of trunk_bytes, read for the step to come.
+    requests: experts asked for; hits: of these, resident before anything was read. *_wait_s: time in which the
+    arithmetic stood still.
+    """
+
+    trunk_bytes: int = 0
+    trunk_ahead_bytes: int = 0
+    trunk_reads: int = 0
+    trunk_wait_s: float = 0.0
+    expert_bytes: int = 0
+    expert_reads: int = 0
+    expert_wait_s: float = 0.0
+    requests: int = 0
+    hits: int = 0
+
+    @classmethod
+    def of(cls, store: ExpertStore | None, tape: TapeSource | None) -> IoCounts:
+        """Read the counters of one process."""
+        trunk = cls()
+        if tape is not None:
+            ring = tape.statistics()
+            trunk = cls(ring.bytes_read, ring.bytes_ahead, ring.reads, ring.wait_s)
+        if store is None:
+            return trunk
+        counts, reader = store.counts, store.reader
+        experts = cls(0, 0, 0, 0.0, reader.bytes_read, reader.reads, counts.wait_s, counts.requests, counts.hits)
+        return trunk + experts
+
+    def __add__(self, other: IoCounts) -> IoCounts:
+        return IoCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def __sub__(self, other: IoCounts) -> IoCounts:
+        return IoCounts(*(getattr(self, field.name) - getattr(other, field.name) for field in fields(self)))
