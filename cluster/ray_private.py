@@ -18,7 +18,7 @@ from k3ray.cluster.processes import children_of, role_of
 from k3ray.cluster.ray_directory import VARIABLE, session_directory
 from k3ray.cluster.ray_driver import authentication, connect, quieten, reason_of, variables
 from k3ray.cluster.ray_settings import SYSTEM, WORKER_ENVIRONMENT, PrivateSettings, private_settings
-from k3ray.cluster.signals import signals_held_back
+from k3ray.cluster.signals import children_shielded
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def private_ray(workers: int, store_bytes: int) -> Iterator[PrivateRay]:
         settings = private_settings(directory, workers, store_bytes, len(machine.affinity()), machine_bytes)
         before = children_of(os.getpid())
         with ExitStack() as running:
-            with variables({**WORKER_ENVIRONMENT, VARIABLE: str(directory)}), signals_held_back():
+            with variables({**WORKER_ENVIRONMENT, VARIABLE: str(directory)}), children_shielded():
                 slow_reason = _start(settings, running)
             daemons = {pid: role_of(pid) for pid in children_of(os.getpid()) - before}
             yield PrivateRay(daemons, settings, slow_reason)

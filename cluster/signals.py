@@ -45,11 +45,11 @@ def unwinding_signals() -> Iterator[None]:
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
-    """Holds back, for this thread, the signals of a closing terminal until its end.
+def children_shielded() -> Iterator[None]:
+    """Keeps the signals of a closing terminal from the processes that this thread starts within it.
 
-    Processes that are started within it never get them: the terminal sends them to all of us, and it is for us to end
-    the others in order. (Ray does so for Ctrl-C.)
+    The terminal sends them to all of us, and it is for us to end the others in order. (Ray does so for Ctrl-C.) Here
+    they come at the end, or at once in another thread.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGQUIT})
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from k3ray.cluster import ray_directory, ray_join, ray_settings
 from k3ray.cluster.ray_driver import RayFailure, variables
 from k3ray.cluster.ray_head import lean_raylet
-from k3ray.cluster.signals import ignored_signals, signals_held_back, unwinding_signals
+from k3ray.cluster.signals import children_shielded, ignored_signals, unwinding_signals
 
 MIB = 1 << 20
 
@@ -152,13 +153,11 @@ def test_a_signal_unwinds_the_stack_and_handlers_of_others_stay() -> None:
             signal.signal(number, handler)
 
 
-def test_a_signal_that_is_held_back_comes_later() -> None:
-    received: list[int] = []
-    before = signal.signal(signal.SIGHUP, lambda number, frame: received.append(number))
-    try:
-        with signals_held_back():
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert received == []
-        assert received == [signal.SIGHUP]
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_children_do_not_get_the_signals_of_a_closing_terminal() -> None:
+    def blocked() -> int:
+        status = subprocess.run(["cat", "/proc/self/status"], check=True, capture_output=True, text=True).stdout
+        return int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
+
+    with children_shielded():
+        assert blocked() == 1 << signal.SIGHUP - 1 | 1 << signal.SIGQUIT - 1
+    assert blocked() == 0
