@@ -153,13 +153,16 @@ class BudgetPlan:
     def describe(self) -> str:
         """One line before a run."""
         parts = self.parts()
-        pinned, cache = parts.get(PINNED, 0), parts.get(EXPERTS, 0)
-        trunk = f"{gigabytes(pinned)} of its trunk's {gigabytes(self.trunk_bytes)} in memory"
-        experts = f"{self.cache_slots:,} of {self.owned_experts:,} experts ({gigabytes(cache)})"
+        trunk = f"{gigabytes(parts.get(PINNED, 0))} of {gigabytes(self.trunk_bytes)} of trunk in memory"
+        cache = gigabytes(parts.get(EXPERTS, 0))
+        experts = f"room for {self.cache_slots:,} of {self.owned_experts:,} experts ({cache})"
+        reads = (
+            f"a token reads {gigabytes(self.trunk_bytes_per_token)} of trunk and at most "
+            f"{gigabytes(self.expert_bytes_per_token)} of experts"
+        )
         return (
             f"memory: {gigabytes(self.total_bytes)} planned of {gigabytes(self.limit_bytes)} ({self.limit_said}); "
-            f"{trunk}, room for {experts}; a token reads {gigabytes(self.trunk_bytes_per_token)} of trunk and at most "
-            f"{gigabytes(self.expert_bytes_per_token)} of experts"
+            f"{trunk}, {experts}; {reads if self.bytes_per_token else 'no byte is read twice'}"
         )
 
 
@@ -187,5 +190,7 @@ def fixed_parts(run: HostRun) -> tuple[dict[str, int], list[dict[str, int]], lis
 
 
 def gigabytes(nbytes: int) -> str:
-    """Bytes as decimal gigabytes."""
-    return f"{nbytes / 1e9:,.2f} GB"
+    """Bytes as decimal gigabytes, or megabytes where these say more."""
+    if nbytes >= 95_000_000:
+        return f"{nbytes / 1e9:,.2f} GB"
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes else "0"

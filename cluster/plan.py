@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k3ray.workers.failure import Failure
-from k3ray.workers.loading import CheckpointSpec, ShardSpec, StageSpec
+from k3ray.workers.loading import CheckpointSpec, ShardSpec, StageSpec, TapeSpec
 
 MAX_SHARDS = 256
 MAX_THREADS = 4096
@@ -56,6 +56,17 @@ def make_plan(checkpoint: CheckpointSpec, num_stages: int, num_shards: int, thre
         for shard in range(num_shards)
     )
     return Plan(stages, shards)
+
+
+def with_memory(plan: Plan, stages: Sequence[tuple[TapeSpec | None, int]], shard_slots: Sequence[int]) -> Plan:
+    """Return the plan with each stage's tape and expert slots, and each shard's slots."""
+    return Plan(
+        tuple(
+            replace(stage, tape=tape, cache_slots=slots)
+            for stage, (tape, slots) in zip(plan.stages, stages, strict=True)
+        ),
+        tuple(replace(shard, cache_slots=slots) for shard, slots in zip(plan.shards, shard_slots, strict=True)),
+    )
 
 
 def share_threads(threads: int, actors: int) -> list[int]:

@@ -9,12 +9,14 @@ with open_model() as model:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from k3ray.cluster.machine import default_threads, physical_cores
 from k3ray.cluster.plan import make_plan
+from k3ray.cluster.wishes import Wishes, merge_wishes
 from k3ray.environment import read_environment
+from k3ray.memory import MemoryWish, choose_tape
 from k3ray.model import Model, Token
 from k3ray.model_source import find_model
 from k3ray.report import Generation, Settings
@@ -35,6 +37,14 @@ def open_model(
     expert_shards: int = 0,
     threads: int | None = None,
     tok: Path | str | None = None,
+    tape: Path | str | None = None,
+    mirror: Sequence[Path | str] = (),
+    memory: str | None = None,
+    preset: str | None = None,
+    trunk_gb: str | float | None = None,
+    cache_gb: str | float | None = None,
+    wishes: Wishes | None = None,
+    context: int | None = None,
     say: Say = lambda line: None,
 ) -> Model:
     """Check a checkpoint and plan its processes; nothing is started before the first token is asked for.
@@ -42,22 +52,34 @@ def open_model(
     model_dir: the checkpoint's folder; default K3_MODEL_DIR, else the embedded model. config: a config.json elsewhere.
     layers: run only the first so many layers. stages: processes that share the layers. expert_shards: processes that
     hold the routed experts (0: the stages hold them). threads: of all processes together; default OMP_NUM_THREADS,
-    else the physical cores that this process may use. tok: the vocabulary. say: hears one line about each thing done.
+    else the physical cores that this process may use. tok: the vocabulary.
+
+    tape: what `k3ray pack` wrote, to stream the trunk from. mirror: folders with copies of the checkpoint, for an
+    expert that the first cannot give. memory (like "24G", of all processes of this host) or preset, trunk_gb and
+    cache_gb divide the memory; with none of them everything is resident if it fits, else as much as there is.
+    wishes: the same, merged already. context: positions to plan for; default those of the first generation.
+    say: hears one line about each thing done.
 
     Raises a Failure (its exit_code says of which kind) when anything is missing, not understood or does not fit.
     """
     environment = read_environment()
     source = find_model(_path(model_dir), _path(tok), environment)
     say(source.describe())
+    if wishes is None:
+        flags = {"--preset": preset, "--memory": memory, "--trunk-gb": trunk_gb, "--cache-gb": cache_gb}
+        wishes = merge_wishes((flag, str(value)) for flag, value in flags.items() if value is not None)
     config_path = _path(config)
     full = read_config(config_path or source.model_dir)
     num_layers = full.num_hidden_layers if layers is None else layers
-    spec = CheckpointSpec(source.model_dir, config_path, full.truncated(num_layers).num_hidden_layers)
+    full.truncated(num_layers)
+    spec = CheckpointSpec(source.model_dir, config_path, num_layers, tuple(Path(folder) for folder in mirror))
     if threads is None:
         threads = environment.threads or default_threads()
     settings = Settings(stages, expert_shards, threads, num_layers)
     plan = make_plan(spec, stages, expert_shards, settings.threads, physical_cores())
-    return Model(source, open_checkpoint(spec), plan, settings, environment, say)
+    checkpoint = open_checkpoint(spec)
+    choice = choose_tape(checkpoint, Path(tape)) if tape is not None else None
+    return Model(source, checkpoint, plan, settings, MemoryWish(choice, wishes, context), environment, say)
 
 
 def _path(path: Path | str | None) -> Path | None:

@@ -31,6 +31,16 @@ def whole_number(text: str) -> int:
         raise typer.BadParameter(f"found {text!r}, expected a whole number") from None
 
 
+WISHES = "k3ray.wishes"
+
+
+def note_wish(context: typer.Context, option: typer.CallbackParam, value: str | None) -> str | None:
+    """Keep a memory option with its place on the command line: a later one wins over an earlier one."""
+    if value is not None:
+        context.meta.setdefault(WISHES, []).append((option.opts[0], value))
+    return value
+
+
 ModelDir = Annotated[
     Path | None,
     typer.Argument(help="The checkpoint's folder. Default: K3_MODEL_DIR, else the embedded model.", show_default=False),
@@ -40,6 +50,7 @@ Config = Annotated[Path | None, typer.Option(help="A config.json elsewhere than 
 
 @app.command(epilog="Example: k3ray generate /models/kimi-k3 --prompt 'The capital of France is' --out run.json")
 def generate(
+    context: typer.Context,
     model_dir: ModelDir = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt as text.", show_default=False)] = None,
     prompt_file: Annotated[
@@ -82,6 +93,33 @@ def generate(
     dump_logits: Annotated[
         Path | None, typer.Option(help="Write the first step's logits, float32, to this file.", show_default=False)
     ] = None,
+    tape: Annotated[
+        Path | None, typer.Option(help="What k3ray pack wrote, to stream the trunk from.", show_default=False)
+    ] = None,
+    mirror: Annotated[
+        list[Path] | None,
+        typer.Option(help="A copy of the checkpoint, for an expert that cannot be read.", show_default=False),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(callback=note_wish, help="Memory of all processes here, like 24G.", show_default=False),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            callback=note_wish,
+            help="Memory by name: ultra, laptop, desktop, workstation, server, max, auto.",
+            show_default=False,
+        ),
+    ] = None,
+    trunk_gb: Annotated[
+        str | None,
+        typer.Option(callback=note_wish, help="Gigabytes of trunk to keep in memory, or auto.", show_default=False),
+    ] = None,
+    cache_gb: Annotated[
+        str | None,
+        typer.Option(callback=note_wish, help="Gigabytes of experts to keep in memory.", show_default=False),
+    ] = None,
 ) -> None:
     """Generate text greedily from a prompt."""
     from k3ray.commands.generate import GenerateRequest, run
@@ -89,7 +127,7 @@ def generate(
     run(
         GenerateRequest(
             model_dir, prompt, prompt_file, ids, gen, tok, config, layers, stages, expert_shards, threads,
-            incremental, ignore_eos, out, dump_logits,
+            incremental, ignore_eos, out, dump_logits, tape, tuple(mirror or ()), tuple(context.meta.get(WISHES, ())),
         )
     )  # fmt: skip
 

@@ -14,20 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from k3ray.cluster.actor_chain import ActorChain
-from k3ray.cluster.machine import memory_limits
-from k3ray.cluster.memory import memory_need, require_memory
+from k3ray.cluster.budget_plan import BudgetPlan
 from k3ray.cluster.plan import Plan
 from k3ray.cluster.processes import ProcessMemory
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
 from k3ray.driver import Driver
 from k3ray.environment import Environment
 from k3ray.generation import Step, generate
+from k3ray.memory import MemoryWish, plan_memory
 from k3ray.model_source import ModelSource
 from k3ray.prompt import PromptFailure, check_gen, check_prompt, read_prompt_file, require_tokenizer
 from k3ray.report import Generation, Settings
 from k3ray.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from k3ray.workers.actors import versions
 from k3ray.workers.failure import Failure
+from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import Checkpoint
 from k3ray.workers.model.config import ModelConfig
 
@@ -49,6 +50,12 @@ class Token:
     is_end: bool
 
 
+class ContextFailure(Failure):
+    """A sequence longer than the memory was divided for."""
+
+    exit_code = 2
+
+
 class Model:
     """A checked model with a plan. Started by start() or by the first token; close() leaves nothing behind."""
 
@@ -58,6 +65,7 @@ class Model:
         checkpoint: Checkpoint,
         plan: Plan,
         settings: Settings,
+        memory: MemoryWish,
         environment: Environment,
         say: Say,
     ) -> None:
@@ -65,6 +73,9 @@ class Model:
         self.plan = plan
         self.settings = settings
         self._checkpoint = checkpoint
+        self._wish = memory
+        self.budget: BudgetPlan | None = None  # since start()
+        self._positions = 0  # what the budget was made for
         self._environment = environment
         self._say = say
         self._running = ExitStack()
@@ -110,11 +121,22 @@ class Model:
         check_prompt(found, self.config.vocab_size)
         return found
 
-    def start(self) -> None:
-        """Start or join Ray, start the actors, load the weights; does nothing when that is done."""
+    def start(self, context: int = 1) -> None:
+        """Divide the memory for sequences of `context` positions, start or join Ray, start the actors, load.
+
+        Does nothing when that is done, and refuses a longer context than it was done for.
+        """
         if self._driver is not None:
+            if context > self._positions:
+                raise ContextFailure(
+                    f"this model was started for sequences of {self._positions} positions, found {context}; open it "
+                    "with context= of the longest, or close it first"
+                )
             return
-        self._require_memory(positions=1)
+        self._positions = max(context, self._wish.context or 0)
+        own_ray = self._environment.ray_address is None
+        self.plan, self.budget = plan_memory(self._checkpoint, self.plan, self._wish, self._positions, own_ray)
+        self._say(self.budget.describe())
         try:
             self._start()
         except BaseException:
@@ -139,8 +161,7 @@ class Model:
         """Return an iterator over the tokens as they come; arguments as in generate(), checked before it returns."""
         check_gen(gen)
         prompt_ids = self.prompt_ids(prompt, prompt_file, ids)
-        self._require_memory(len(prompt_ids) + gen)
-        self.start()
+        self.start(len(prompt_ids) + gen)
         assert self._driver is not None
         end_ids = () if ignore_eos else self.end_ids()
         return self._tokens(generate(self._driver, prompt_ids, gen, end_ids, incremental), gen)
@@ -166,29 +187,26 @@ class Model:
         prompt_ids = self.prompt_ids(prompt, prompt_file, ids)
         tokens: list[Token] = []
         self.partial = None
+        self.start(len(prompt_ids) + gen)
+        assert self._chain is not None
+        before = self._chain.counts()
         try:
             for token in self.stream(ids=prompt_ids, gen=gen, incremental=incremental, ignore_eos=ignore_eos):
                 tokens.append(token)
                 on_token(token)
-            assert self._chain is not None
-            damaged = self._chain.damaged_met()
+            damaged, io = self._chain.damaged_met(), self._chain.counts() - before
         except (Failure, KeyboardInterrupt) as error:
             if tokens:
                 why = str(error) if isinstance(error, Failure) else "interrupted"
-                self.partial = self._report(prompt_ids, tokens, asked, f"stopped: {why}", [])
+                self.partial = self._report(prompt_ids, tokens, asked, f"stopped: {why}", [], None)
             raise
         stop_reason = "end of message" if tokens[-1].is_end else "as many as asked"
-        return self._report(prompt_ids, tokens, asked, stop_reason, damaged)
+        return self._report(prompt_ids, tokens, asked, stop_reason, damaged, io)
 
     def end_ids(self) -> frozenset[int]:
         """Return the ids that end a message: the config's, and the vocabulary's [EOS] where there is one."""
         config_ids = frozenset(self.config.eos_token_id)
         return config_ids if self.tokenizer is None else self.tokenizer.end_ids(self.config.eos_token_id)
-
-    def _require_memory(self, positions: int) -> None:
-        if self._driver is None:
-            limits = memory_limits()
-            require_memory(memory_need(self.config, self.plan, positions), limits.available_bytes, limits.decided_by)
 
     def _start(self) -> None:
         runtime = self._running.enter_context(
@@ -219,8 +237,9 @@ class Model:
         asked: dict[str, Any],
         stop_reason: str,
         damaged: list[tuple[int, int]],
+        io: IoCounts | None,
     ) -> Generation:
-        assert self._memory is not None
+        assert self._memory is not None and self.budget is not None
         generated = [token.token_id for token in tokens]
         self._memory.sample()
         peak = self._memory.peak
@@ -237,6 +256,9 @@ class Model:
             versions=versions(),
             peak_memory_bytes=peak.total_bytes,
             peak_memory_by_process=dict(peak.role_bytes),
+            planned_memory_bytes=self.budget.total_bytes,
+            planned_memory=self.budget.parts(),
+            io=io,
             damaged_experts=damaged,
             first_logits=tokens[0].logits,
         )

@@ -8,6 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from k3ray.workers.io_counts import IoCounts
+
+
+def decimal_size(count: int) -> str:
+    """Return a number of bytes in decimal units, with three decimals from a kilobyte on."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:,.3f} {unit}"
+    return f"{count} B"
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -25,8 +35,9 @@ class Generation:
 
     text: None without a vocabulary. step_seconds: wall time of every token, the first with the prompt.
     seconds_per_token: the mean of all steps but the first, or the first when there is only one. peak_memory_bytes:
-    measured, all processes, PSS. damaged_experts: (layer, expert) of experts with a NaN scale byte that were used.
-    first_logits: (vocab,) f32 of the first step.
+    measured, all processes, PSS; planned_memory: what was planned before, by part. io: what was read for this
+    generation, counted at the readers; None when it failed. damaged_experts: (layer, expert) of experts with a NaN
+    scale byte that were used. first_logits: (vocab,) f32 of the first step.
     """
 
     model: str
@@ -41,6 +52,9 @@ class Generation:
     versions: dict[str, str]
     peak_memory_bytes: int
     peak_memory_by_process: dict[str, int]
+    planned_memory_bytes: int
+    planned_memory: dict[str, int]
+    io: IoCounts | None
     damaged_experts: list[tuple[int, int]]
     first_logits: npt.NDArray[np.float32]
 
@@ -58,7 +72,27 @@ class Generation:
     def as_json(self) -> dict[str, Any]:
         """Return what --out writes."""
         record = {name: value for name, value in asdict(self).items() if name != "first_logits"}
-        return {**record, "full_ids": self.full_ids, "seconds_per_token": self.seconds_per_token}
+        derived = {"full_ids": self.full_ids, "seconds_per_token": self.seconds_per_token}
+        if self.io is not None:
+            derived |= {"resident_hit_rate": self.io.hit_rate, "io_share": self.io_share}
+        return {**record, **derived}
+
+    @property
+    def io_share(self) -> float:
+        """The part of the wall clock in which the arithmetic waited for a disk."""
+        return (self.io.trunk_wait_s + self.io.expert_wait_s) / sum(self.step_seconds) if self.io is not None else 0.0
+
+    def disk_line(self) -> str:
+        """Return the line about what was read; counted at the readers."""
+        if self.io is None:
+            return "disk: not counted, the run failed"
+        count = len(self.generated_ids)
+        trunk, experts = decimal_size(self.io.trunk_bytes // count), decimal_size(self.io.expert_bytes // count)
+        return (
+            f"disk: {trunk} of trunk and {experts} of experts a token; {self.io.requests} expert requests, "
+            f"{self.io.hit_rate:.1%} resident; waited {self.io.trunk_wait_s:.2f} s for trunk, "
+            f"{self.io.expert_wait_s:.2f} s for experts, {self.io_share:.0%} of the time"
+        )
 
     def summary(self) -> str:
         """Return the last line of a run."""
@@ -66,5 +100,6 @@ class Generation:
         return (
             f"done: {count} tokens in {total:.2f} s ({self.stop_reason}), {self.seconds_per_token:.3f} s/token after "
             f"the first, prompt of {len(self.prompt_ids)} tokens and first token {self.step_seconds[0]:.2f} s, "
-            f"peak memory of all processes {self.peak_memory_bytes / 1e9:.2f} GB"
+            f"peak memory of all processes {self.peak_memory_bytes / 1e9:.2f} GB, planned "
+            f"{self.planned_memory_bytes / 1e9:.2f} GB"
         )

@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from k3ray.cluster.actor_chain import ActorChain
+from k3ray.cluster.budget import plan_budget
+from k3ray.cluster.budget_plan import host_run
 from k3ray.cluster.machine import memory_limits, physical_cores
-from k3ray.cluster.memory import memory_need, require_memory
 from k3ray.cluster.plan import Plan, make_plan
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
+from k3ray.cluster.wishes import Wishes
 from k3ray.driver import Driver
 from k3ray.environment import read_environment
 from k3ray.generation import generate, greedy
@@ -64,8 +66,7 @@ def selfcheck(model_dir: Path | None, say: Callable[[str], None]) -> Iterator[Ga
     settings = [(stages, shards) for stages, shards in STAGES_SHARDS if stages <= config.num_hidden_layers]
     most = tuple(max(counts) for counts in zip(*settings, strict=True))
     largest = make_plan(spec, most[0], most[1], 1, ())
-    limits = memory_limits()
-    require_memory(memory_need(config, largest, 2 * PROMPT_LENGTH), limits.available_bytes, limits.decided_by)
+    plan_budget(host_run(config, largest, None, 2 * PROMPT_LENGTH), Wishes(preset="max"), memory_limits())
     with ray_runtime(RaySettings(environment.ray_address, workers=largest.num_processes)) as runtime:
         say(runtime.describe())
         chain = ActorChain(largest, runtime.actor_options)

@@ -27,6 +27,11 @@ class IoCounts:
     requests: int = 0
     hits: int = 0
 
+    @property
+    def hit_rate(self) -> float:
+        """Resident hits of all expert requests; 1.0 when there were none."""
+        return self.hits / self.requests if self.requests else 1.0
+
     @classmethod
     def of(cls, store: ExpertStore | None, tape: TapeSource | None) -> IoCounts:
         """Read the counters of one process."""

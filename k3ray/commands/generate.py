@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from k3ray.api import Token, open_model
+from k3ray.cluster.wishes import merge_wishes
 from k3ray.commands.terminal import say
 from k3ray.files import check_writable, write_file
 from k3ray.prompt import check_gen, parse_ids
@@ -38,6 +39,9 @@ class GenerateRequest:
     ignore_eos: bool
     out: Path | None
     dump_logits: Path | None
+    tape: Path | None
+    mirror: tuple[Path, ...]
+    wishes: tuple[tuple[str, str], ...]
 
 
 def run(request: GenerateRequest) -> None:
@@ -54,6 +58,9 @@ def run(request: GenerateRequest) -> None:
         expert_shards=request.expert_shards,
         threads=request.threads,
         tok=request.tok,
+        tape=request.tape,
+        mirror=request.mirror,
+        wishes=merge_wishes(request.wishes),
         say=say,
     )
     ids = parse_ids(request.ids) if request.ids is not None else None
@@ -98,4 +105,5 @@ def _write(request: GenerateRequest, generation: Generation) -> None:
     if request.dump_logits is not None:
         write_file(request.dump_logits, generation.first_logits.astype("<f4").tobytes())
         say(f"wrote {request.dump_logits}: {len(generation.first_logits)} float32")
+    say(generation.disk_line())
     say(generation.summary())

@@ -10,6 +10,8 @@ import time
 from types import TracebackType
 from typing import Any
 
+from k3ray.report import decimal_size
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -52,11 +54,3 @@ class Progress:
         elif time.monotonic() - self._said > SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
             say(f"{self._doing}: {decimal_size(done)} of {decimal_size(total)}")
-
-
-def decimal_size(count: int) -> str:
-    """Return a number of bytes in decimal units, with three decimals from a kilobyte on."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:,.3f} {unit}"
-    return f"{count} B"
