@@ -20,13 +20,14 @@ from pathlib import Path
 from k3ray.cluster.ray_driver import RayFailure
 
 PREFIX = "k3ray-"
-SESSION = "session"  # the name of the Ray session, and of its directory below ours
+RAYS = "ray"  # the part below ours that is Ray's: it opens that to every user, so ours above it stays closed
+SESSION = "session"  # the name of the Ray session, and of its directory below that
 VARIABLE = "K3RAY_SESSION"  # holds the directory's name
 ENDING_S = 5.0  # a killed process that still lives after it hangs in a system call
 
 # An AF_UNIX address holds 108 bytes with its final zero; this is the longest one that Ray makes below our directory.
 LONGEST_ADDRESS_BYTES = 107
-LONGEST_SOCKET = f"{SESSION}/sockets/plasma_store"
+LONGEST_SOCKET = f"{RAYS}/{SESSION}/sockets/plasma_store"
 
 # Reads the directory's name, then one line more: "done" when we have cleaned up ourselves, nothing when we were killed.
 # A process that was just being started is found in the second round.
@@ -90,9 +91,12 @@ def _made_below(roots: Sequence[Path]) -> Path:
             refusals.append(f"{root}: its name is too long for a socket by {length - LONGEST_ADDRESS_BYTES} bytes")
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+            directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
         except OSError as error:
             refusals.append(f"{root}: {error.strerror}")
+            continue
+        (directory / RAYS).mkdir()
+        return directory
     raise RayFailure(
         "Ray needs a directory for its sockets and none was usable: " + "; ".join(refusals) + ". Set TMPDIR to a "
         "writable directory with a short name"

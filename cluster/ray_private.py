@@ -15,7 +15,7 @@ import ray
 
 from k3ray.cluster import machine
 from k3ray.cluster.processes import children_of, role_of
-from k3ray.cluster.ray_directory import VARIABLE, session_directory
+from k3ray.cluster.ray_directory import RAYS, VARIABLE, session_directory
 from k3ray.cluster.ray_driver import authentication, connect, quieten, reason_of, variables
 from k3ray.cluster.ray_settings import SYSTEM, WORKER_ENVIRONMENT, PrivateSettings, private_settings
 from k3ray.cluster.signals import children_shielded
@@ -40,7 +40,7 @@ def private_ray(workers: int, store_bytes: int) -> Iterator[PrivateRay]:
     quieten()
     with session_directory() as directory, authentication("token", RAY_AUTH_TOKEN=secrets.token_hex(32)):
         machine_bytes = machine.memory_limits().machine_bytes
-        settings = private_settings(directory, workers, store_bytes, len(machine.affinity()), machine_bytes)
+        settings = private_settings(directory / RAYS, workers, store_bytes, len(machine.affinity()), machine_bytes)
         before = children_of(os.getpid())
         with ExitStack() as running:
             with variables({**WORKER_ENVIRONMENT, VARIABLE: str(directory)}), children_shielded():

@@ -184,6 +184,14 @@ def test_a_second_ray_in_one_process_is_refused_and_the_first_goes_on(runtime: R
 
 
 @pytest.mark.ray
+def test_the_directory_of_a_private_ray_is_closed_to_other_users(runtime: RayRuntime) -> None:
+    variables = Path(f"/proc/{next(iter(runtime.daemon_pids()))}/environ").read_bytes().split(b"\0")
+    directory = Path(dict(line.decode().partition("=")[::2] for line in variables)[ray_directory.VARIABLE])
+    assert (directory / ray_directory.LONGEST_SOCKET).is_socket()
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.ray
 def test_a_private_ray_is_to_be_reached_from_this_machine_only_and_with_its_token_only(runtime: RayRuntime) -> None:
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
     port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
