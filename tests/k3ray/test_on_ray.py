@@ -40,7 +40,7 @@ def clean_machine() -> Iterator[dict[str, str]]:
     mark = f"k3ray-test-{os.getpid()}-{os.urandom(4).hex()}"
     before = set(SHARED_MEMORY.iterdir())
     variables = {name: text for name, text in os.environ.items() if not name.startswith(("K3_", "RAY_", "OMP_"))}
-    yield {**variables, "K3RAY_TEST_MARK": mark}
+    yield {**variables, "K3RAY_TEST_MARK": mark, "RAY_ADDRESS": "local"}
     left = [process for process in psutil.process_iter() if _is_marked(process, mark)]
     _, alive = psutil.wait_procs(left, timeout=15)
     assert not [" ".join(process.cmdline()) for process in alive]
@@ -136,7 +136,8 @@ def test_ctrl_c_leaves_nothing_but_what_was_generated(
     assert record["stop_reason"] == "stopped: interrupted" and 0 < len(record["generated_ids"]) < 4000
 
 
-def test_the_python_api() -> None:
+def test_the_python_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     pieces: list[str] = []
     with open_model() as model:
         first = model.generate(prompt="The small model", gen=4, on_token=lambda token: pieces.append(token.text))
@@ -151,7 +152,7 @@ def test_one_hash_on_actors(k3b_dir: Path) -> None:
     alone = make_plan(spec, 1, 0, 1, ())
     prompt, companions = [84, 197, 179, 385, 423], [[5], [9, 9, 9]]
     expected = logits_hash(trace(Driver(start_in_process(alone.stages, alone.shards)), prompt, 3)[1])
-    with ray_runtime(RaySettings(workers=10)) as runtime:
+    with ray_runtime(RaySettings("local", workers=10)) as runtime:
         chain = ActorChain(make_plan(spec, 7, 3, 1, ()), runtime.actor_options)
         try:
             for stages, shards, threads in ((7, 3, 10), (1, 0, 2), (5, 1, 6), (2, 3, 10), (3, 0, 3)):
