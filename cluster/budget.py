@@ -21,10 +21,11 @@ from k3ray.cluster.budget_plan import (
     gigabytes,
 )
 from k3ray.cluster.machine import MemoryLimits
-from k3ray.cluster.memory_parts import expert_bytes, expert_slot_bytes, trunk_bytes
+from k3ray.cluster.memory_parts import expert_bytes, trunk_bytes
 from k3ray.cluster.presets import AVAILABLE_SHARE, PRESETS
 from k3ray.cluster.trunk_dial import TrunkDial, trunk_dial
 from k3ray.cluster.wishes import AUTO, Wishes
+from k3ray.workers.expert_reader import expert_slot_bytes
 from k3ray.workers.failure import Failure
 from k3ray.workers.tape.layout import plan_layout
 from k3ray.workers.tape.residency import fixed_residency

@@ -10,7 +10,6 @@ from math import prod
 from k3ray.kernels import mla, mla_tiles
 from k3ray.workers.checkpoint import shapes
 from k3ray.workers.model.config import ModelConfig
-from k3ray.workers.tape.direct_io import slot_bytes
 from k3ray.workers.tape.order import tape_tensors
 
 STEP_TOKENS = 64  # the driver cuts a prompt into steps of so many tokens
@@ -46,11 +45,6 @@ def small_tensor_bytes(config: ModelConfig, layers: range) -> int:
 def expert_bytes(config: ModelConfig) -> int:
     """Bytes of one routed expert: what is read for it."""
     return sum(map(shapes.nbytes, shapes.expert_tensors(config).values()))
-
-
-def expert_slot_bytes(config: ModelConfig) -> int:
-    """Bytes of one slot of the arena: room for an expert's six tensors wherever they begin on the disk."""
-    return sum(slot_bytes(shapes.nbytes(tensor)) for tensor in shapes.expert_tensors(config).values())
 
 
 def state_bytes(config: ModelConfig, layers: range, positions: int) -> int:

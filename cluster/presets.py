@@ -20,7 +20,7 @@ class Preset:
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("ultra", None, "the least that the arithmetic allows: nothing pinned, one token's experts of a layer"),
+        Preset("ultra", None, "the least that can run: the trunk streamed, slots for one token's experts"),
         Preset("laptop", 12 * GB, "a machine of 16 GB, with room for its owner's programs"),
         Preset("desktop", 28 * GB, "a machine of 32 GB that does little else"),
         Preset("workstation", 120 * GB, "a machine of 128 GB: the released model's whole trunk, hence no streaming"),

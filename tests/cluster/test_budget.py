@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from k3ray.cluster import memory_parts
 from k3ray.cluster.budget import MemoryFailure, plan_budget, resident_plan, smallest_plan
-from k3ray.cluster.budget_plan import COPY, EXPERTS, PINNED, RING, BudgetPlan, HostRun, host_run
+from k3ray.cluster.budget_plan import COPY, EXPERTS, PINNED, RING, BudgetPlan, HostRun, gigabytes, host_run
 from k3ray.cluster.machine import MemoryLimits
 from k3ray.cluster.plan import make_plan
 from k3ray.cluster.trunk_dial import trunk_dial
 from k3ray.cluster.wishes import Wishes
+from k3ray.workers.expert_reader import expert_slot_bytes
 from k3ray.workers.loading import CheckpointSpec
 from k3ray.workers.model.config import read_config
 from k3ray.workers.tape.layout import plan_layout
@@ -61,7 +62,7 @@ def check_division(run: HostRun, plan: BudgetPlan) -> None:
     assert plan.trunk_bytes_per_token == streamed
     assert plan.trunk_bytes == sum(chunk.nbytes for chunk in run.layout.chunks)
     owners = plan.shards or plan.stages
-    slot = memory_parts.expert_slot_bytes(run.config)
+    slot = expert_slot_bytes(run.config)
     for owner, owned in zip(owners, run.owned_experts, strict=True):
         assert min(owned, run.config.num_experts_per_token) <= owner.cache_slots <= owned == owner.owned_experts
         assert owner.parts.get(EXPERTS, 0) == owner.cache_slots * slot
@@ -107,7 +108,7 @@ def test_the_parts_that_were_asked_for_are_given(
     pinned, slots = plan.parts().get(PINNED, 0), plan.cache_slots
     assert pinned <= trunk and (pinned + SMALL_LAYOUT.chunk_bytes > trunk or not plan.trunk_bytes_per_token)
     floors = sum(min(owned, SMALL.num_experts_per_token) for owned in run.owned_experts)
-    asked = cache // memory_parts.expert_slot_bytes(SMALL)
+    asked = cache // expert_slot_bytes(SMALL)
     assert slots == min(sum(run.owned_experts), max(floors, asked))
     total = plan.total_bytes
     only_trunk = plan_budget(run, Wishes(total_bytes=total, trunk_bytes=trunk), PLENTY)
@@ -125,8 +126,10 @@ def test_what_cannot_hold_is_refused_with_the_numbers(placement: Placement, shor
     total = least.total_bytes - short
     with pytest.raises(MemoryFailure, match="this run needs at least") as failure:
         plan_budget(run, Wishes(total_bytes=total), PLENTY)
-    for number in (least.total_bytes, total, *least.parts().values()):
-        assert f"{number / 1e9:,.2f} GB" in str(failure.value)
+    assert f"needs at least {least.total_bytes / 1e9:.2f} GB" in str(failure.value)
+    assert f"found {total / 1e9:.2f} GB (--memory)" in str(failure.value)
+    for part, nbytes in least.parts().items():
+        assert nbytes == 0 or f"{part} {gigabytes(nbytes)}" in str(failure.value)
     assert plan_budget(run, Wishes(total_bytes=least.total_bytes), PLENTY).total_bytes <= least.total_bytes
 
 
@@ -162,7 +165,7 @@ def test_shards_that_hold_all_their_experts_cost_nothing() -> None:
     """16 experts on three shards, top-4 of them: 6, 5 and 5 a layer."""
     run = run_of(((0, 9), 3, 50))
     moe, expert = len(SMALL.moe_layers), memory_parts.expert_bytes(SMALL)
-    slot = memory_parts.expert_slot_bytes(SMALL)
+    slot = expert_slot_bytes(SMALL)
     assert run.owned_experts == (6 * moe, 5 * moe, 5 * moe)
     everything = resident_plan(run)
     one_short = everything.total_bytes - slot

@@ -12,6 +12,7 @@ from k3ray.cluster.budget import MemoryFailure, plan_budget, resident_plan, smal
 from k3ray.cluster.budget_plan import EXPERTS, HostRun
 from k3ray.cluster.machine import MemoryLimits
 from k3ray.cluster.wishes import Wishes
+from k3ray.workers.expert_reader import expert_slot_bytes
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.tape.layout import plan_layout
 
@@ -65,7 +66,7 @@ def test_the_released_model_by_count(released_run: HostRun) -> None:
     assert round((by_hand + stored) / 1e9, 2) == 108.81
     assert memory_parts.trunk_bytes(config, layers, head=True) == by_hand + head
     assert memory_parts.expert_bytes(config) == 17_547_264
-    assert memory_parts.expert_slot_bytes(config) == 17_547_264 + 6 * 4096
+    assert expert_slot_bytes(config) == 17_547_264 + 6 * 4096
     assert memory_parts.position_bytes(config) * len(config.mla_layers) == 55_296
     assert len(config.mla_layers) == 24 and len(config.kda_layers) == 69
     kda_state = 4 * (96 * 128 * 128 + 3 * 3 * 12288)

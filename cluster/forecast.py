@@ -1,0 +1,55 @@
+"""The seconds a token should take under a plan, from the speeds that were measured; and what they are spent on.
+
+The disk works while the cores do, so the longer of the two is the time. The experts count as if no slot ever held what
+is asked for: a cache makes it less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k3ray.cluster.budget_plan import BudgetPlan
+from k3ray.cluster.devices import CHUNK, EXPERT, DiskSpeed, MemorySpeed
+from k3ray.cluster.memory_parts import expert_bytes
+from k3ray.workers.model.config import ModelConfig
+
+DISK, KERNELS, UNKNOWN = "disk", "kernels", "not known"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """disk_s: reading what a token needs; None where the disk's speed is not known and would matter.
+
+    kernels_s: going once over all its weights in memory, by the kernels' own speed, which memory bounds.
+    """
+
+    disk_s: float | None
+    kernels_s: float
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a token after the prompt."""
+        return None if self.disk_s is None else max(self.disk_s, self.kernels_s)
+
+    @property
+    def dominated_by(self) -> str:
+        """The longer of the two."""
+        if self.disk_s is None:
+            return UNKNOWN
+        return DISK if self.disk_s > self.kernels_s else KERNELS
+
+
+def forecast(config: ModelConfig, plan: BudgetPlan, disk: Sequence[DiskSpeed], memory: MemorySpeed) -> Forecast:
+    """What to expect of one host; the best of the measured depths counts, since the engine reads ahead."""
+    rates = {kind: _best_rate(disk, kind) for kind in (CHUNK, EXPERT)}
+    reads = {CHUNK: plan.trunk_bytes_per_token, EXPERT: plan.expert_bytes_per_token}
+    known = all(rates[kind] or not reads[kind] for kind in reads)
+    disk_s = sum(nbytes / rates[kind] for kind, nbytes in reads.items() if nbytes) if known else None
+    experts = len(config.moe_layers) * config.num_experts_per_token * expert_bytes(config)
+    kernels_s = plan.trunk_bytes / memory.trunk_bytes_per_s + experts / memory.expert_bytes_per_s
+    return Forecast(disk_s, kernels_s)
+
+
+def _best_rate(disk: Sequence[DiskSpeed], kind: str) -> float:
+    return max((speed.bytes_per_s for speed in disk if speed.kind == kind), default=0.0)
