@@ -43,6 +43,11 @@ def examine_tape(tape: Path, config: ModelConfig) -> tuple[Finding, TapeLayout |
         found = f"{tape}: {manifest.identity.total_bytes:,} bytes, of the model {manifest.identity.model}"
         advice = f"expected {layout.total_bytes:,} bytes for this model: name its own tape, or `k3ray pack` it"
         return Finding("tape", found, STOP, advice), None
+    file = tape / TAPE_NAME
+    nbytes = file.stat().st_size if file.is_file() else 0
+    if nbytes != layout.total_bytes:
+        advice = f"expected {layout.total_bytes:,} bytes: copy it again, or `k3ray pack` the model again"
+        return Finding("tape", f"{file}: {nbytes:,} bytes", STOP, advice), None
     return Finding("tape", f"{tape}: {gigabytes(layout.total_bytes)}"), layout
 
 
@@ -57,7 +62,7 @@ def examine_disk(
         try:
             measured = measure_disk(measurable_files(path), DOCTOR_SECONDS, say, kinds)
         except DeviceFailure:
-            findings.append(Finding(subject, "not measured: its files are small"))
+            findings.append(Finding(subject, "not measured: no file of a size that tells anything"))
             continue
         except Failure as failure:
             findings.append(Finding(subject, str(path), STOP, str(failure)))
