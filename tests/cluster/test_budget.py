@@ -133,11 +133,11 @@ def test_what_cannot_hold_is_refused_with_the_numbers(placement: Placement, shor
     assert plan_budget(run, Wishes(total_bytes=least.total_bytes), PLENTY).total_bytes <= least.total_bytes
 
 
-@given(placement=placements(), available=st.integers(0, 800_000_000))
-def test_without_wishes_everything_if_it_fits_else_a_share_of_what_is_there(
-    placement: Placement, available: int
-) -> None:
+@given(placement=placements(), share=st.integers(-100, 1200))
+def test_without_wishes_everything_if_it_fits_else_a_share_of_what_is_there(placement: Placement, share: int) -> None:
     run = run_of(placement)
+    least, most = smallest_plan(run).total_bytes, resident_plan(run).total_bytes
+    available = least + (most - least) * share // 100
     limits = MemoryLimits(available, "/sys/fs/cgroup/memory.max", 1 << 40)
     try:
         plan = plan_budget(run, Wishes(), limits)
