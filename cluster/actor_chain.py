@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import ray
 
@@ -88,6 +90,15 @@ class ActorChain:
         """Return (layer, expert) of every damaged expert that any actor has used so far."""
         asked = [actor.damaged_met.remote() for actor in [*self._stages, *self._shards]]
         return sorted({met for ref in asked for met in _answer(ref)})
+
+    def record_routing(self) -> None:
+        """Have every stage keep from now on which experts its tokens choose."""
+        self._on_every_stage([stage.record_routing.remote() for stage in self._stages])
+
+    def recorded_routing(self) -> list[tuple[int, int, npt.NDArray[np.int32]]]:
+        """Return (step, layer, ids (tokens, k)) of all stages, step by step and layer by layer."""
+        kept = [entry for stage in self._stages for entry in _answer(stage.recorded_routing.remote())]
+        return sorted(kept, key=lambda entry: entry[:2])
 
     def counts(self) -> IoCounts:
         """Return what all actors have read since they were loaded."""

@@ -28,6 +28,15 @@ def check_writable(path: Path, option: str) -> None:
         raise OutputFailure(f"{option} {path}: {error.strerror} in {path.parent}; name another place") from None
 
 
+def make_folder(path: Path, option: str) -> None:
+    """Make the folder where it is missing; refuse, before any work, one that cannot be written to."""
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise OutputFailure(f"{option} {path}: {error.strerror}; name a folder that can be made") from None
+    check_writable(path / "new file", option)
+
+
 def write_file(path: Path, contents: bytes) -> None:
     """Write the file whole or not at all: beside it first, flushed to the disk, then renamed over it."""
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

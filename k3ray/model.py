@@ -27,6 +27,7 @@ from k3ray.prompt import PromptFailure, check_gen, check_prompt, read_prompt_fil
 from k3ray.report import Generation, Settings
 from k3ray.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from k3ray.workers.actors import versions
+from k3ray.workers.cache.trace import ExpertRequest
 from k3ray.workers.failure import Failure
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import Checkpoint
@@ -202,6 +203,18 @@ class Model:
             raise
         stop_reason = "end of message" if tokens[-1].is_end else "as many as asked"
         return self._report(prompt_ids, tokens, asked, stop_reason, damaged, io)
+
+    def record_routing(self, context: int = 1) -> None:
+        """Start, and keep from now on which experts every token chooses."""
+        self.start(context)
+        assert self._chain is not None
+        self._chain.record_routing()
+
+    def recorded_routing(self) -> list[ExpertRequest]:
+        """Return the requests since record_routing, pass by pass, within a pass layer by layer, then by token."""
+        assert self._chain is not None
+        kept = self._chain.recorded_routing()
+        return [ExpertRequest(layer, tuple(row)) for _, layer, ids in kept for row in ids.tolist()]
 
     def end_ids(self) -> frozenset[int]:
         """Return the ids that end a message: the config's, and the vocabulary's [EOS] where there is one."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import ray
 
@@ -95,6 +96,14 @@ class LayerStageActor:
     def apply(self, message: pa.Buffer) -> pa.Buffer:
         """See LayerStage.apply."""
         return _loaded(self._stage).apply(message)
+
+    def record_routing(self) -> None:
+        """See LayerStage.record_routing."""
+        _loaded(self._stage).record_routing()
+
+    def recorded_routing(self) -> list[tuple[int, int, npt.NDArray[np.int32]]]:
+        """See LayerStage.recorded_routing."""
+        return _loaded(self._stage).recorded_routing()
 
     def damaged_met(self) -> list[tuple[int, int]]:
         """See ExpertStore.damaged_met."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from k3ray.workers.failure import Failure
 from k3ray.workers.frames import ActivationFrame, LogitsFrame, decode_activations, encode_activations, encode_logits
+from k3ray.workers.model.feed_forward import Observe
 from k3ray.workers.model.slice import Slice
 
 
@@ -37,6 +40,15 @@ class LayerStage:
     def __init__(self, layers: Slice) -> None:
         self._slice = layers
         self._answered: Answered | None = None
+        self._recorded: list[tuple[int, int, npt.NDArray[np.int32]]] | None = None
+
+    def record_routing(self) -> None:
+        """Keep from now on which experts every token chose."""
+        self._recorded = []
+
+    def recorded_routing(self) -> list[tuple[int, int, npt.NDArray[np.int32]]]:
+        """Return what was recorded: (step, layer, ids (tokens, k)), in order."""
+        return self._recorded or []
 
     def open_sequence(self, session: int, capacity: int) -> None:
         """Begin an empty sequence of at most capacity positions."""
@@ -58,10 +70,17 @@ class LayerStage:
             if self._answered.digest == digest:
                 return self._answered.answer
             raise StepConflict(f"step {frame.step} arrived twice with different contents: a second driver?")
-        moved = self._slice.forward(frame)
+        moved = self._slice.forward(frame, self._observe(frame.step))
         answer = self._logits(moved) if self._slice.has_head else encode_activations(moved)
         self._answered = Answered(frame.step, digest, answer)
         return answer
+
+    def _observe(self, step: int) -> Observe:
+        def observe(name: str, layer: int, values: npt.NDArray[np.generic]) -> None:
+            if name == "router_ids" and self._recorded is not None:
+                self._recorded.append((step, layer, values.astype(np.int32)))
+
+        return observe
 
     def _logits(self, moved: ActivationFrame) -> pa.Buffer:
         wanted, logits = moved.wants_logits, self._slice.logits(moved)

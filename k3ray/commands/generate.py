@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import typer
 from k3ray.api import Token, open_model
 from k3ray.cluster.wishes import merge_wishes
 from k3ray.commands.terminal import say
-from k3ray.files import check_writable, write_file
+from k3ray.files import check_writable, make_folder, write_file
 from k3ray.prompt import check_gen, parse_ids
 from k3ray.report import Generation
+from k3ray.workers.cache.trace import ExpertRequest, encode_trace
 from k3ray.workers.failure import Failure
 
 EXPERT_DAMAGED = 4
@@ -39,6 +41,7 @@ class GenerateRequest:
     ignore_eos: bool
     out: Path | None
     dump_logits: Path | None
+    dump_cache_trace: Path | None
     tape: Path | None
     mirror: tuple[Path, ...]
     wishes: tuple[tuple[str, str], ...]
@@ -50,6 +53,8 @@ def run(request: GenerateRequest) -> None:
     for option, path in (("--out", request.out), ("--dump-logits", request.dump_logits)):
         if path is not None:
             check_writable(path, option)
+    if request.dump_cache_trace is not None:
+        make_folder(request.dump_cache_trace, "--dump-cache-trace")
     model = open_model(
         request.model_dir,
         config=request.config,
@@ -68,6 +73,8 @@ def run(request: GenerateRequest) -> None:
     prompt_ids = model.prompt_ids(prompt, request.prompt_file, ids)
     try:
         with model:
+            if request.dump_cache_trace is not None:
+                model.record_routing(len(prompt_ids) + request.gen)
             generation = model.generate(
                 ids=prompt_ids,
                 gen=request.gen,
@@ -75,6 +82,8 @@ def run(request: GenerateRequest) -> None:
                 ignore_eos=request.ignore_eos,
                 on_token=_show_text if model.tokenizer is not None else _show_id,
             )
+            if request.dump_cache_trace is not None:
+                _write_trace(request.dump_cache_trace, model.recorded_routing())
     except (Failure, KeyboardInterrupt):
         if model.partial is not None:  # what came before is sound: keep it
             print(flush=True)
@@ -95,6 +104,19 @@ def _show_text(token: Token) -> None:
 
 def _show_id(token: Token) -> None:
     print(token.token_id, end=" ", flush=True)
+
+
+def _write_trace(folder: Path, requests: list[ExpertRequest]) -> None:
+    """Write the requests in the recorded format, and how often each expert of each layer was asked for."""
+    counts: dict[int, Counter[int]] = defaultdict(Counter)
+    for request in requests:
+        counts[request.layer].update(request.experts)
+    histogram = {
+        str(layer): {str(expert): counts[layer][expert] for expert in sorted(counts[layer])} for layer in counts
+    }
+    write_file(folder / "expert_trace.bin", encode_trace(requests))
+    write_file(folder / "expert_hist.json", json.dumps(histogram, indent=1).encode() + b"\n")
+    say(f"wrote {folder}/expert_trace.bin and expert_hist.json; next: k3ray simulate-cache {folder}/expert_trace.bin")
 
 
 def _write(request: GenerateRequest, generation: Generation) -> None:

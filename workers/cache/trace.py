@@ -96,10 +96,15 @@ def read_trace(path: Path, experts_per_token: int | None = None) -> list[Pass]:
     return list(_passes([(layer, run.reshape(-1, width)) for layer, run in runs]))
 
 
+def encode_trace(requests: Iterable[ExpertRequest]) -> bytes:
+    """Return requests in their order as the file's bytes."""
+    pairs = [(request.layer, expert) for request in requests for expert in request.experts]
+    return np.array(pairs, RECORD).tobytes()
+
+
 def write_trace(path: Path, requests: Iterable[ExpertRequest]) -> None:
     """Write requests in their order; the caller sees to it that the path is a place to write to."""
-    pairs = [(request.layer, expert) for request in requests for expert in request.experts]
-    path.write_bytes(np.array(pairs, RECORD).tobytes())
+    path.write_bytes(encode_trace(requests))
 
 
 def recorded_order(passes: Sequence[Pass]) -> list[ExpertRequest]:
