@@ -21,12 +21,12 @@ class ReuseMemory:
     paces: what a request still counts for after each later request of its layer; 0.98 is a memory of 50 tokens.
     views: each a weighted sum of the paces; the first one leads until another does better.
     last_weight: what the last expert of a request counts for, where the first, best scored one counts 1.
-    lead: a view takes over when it is ahead by so many standard deviations (square roots of its successes).
+    lead: a view takes over when it is ahead by so many standard deviations: roots of how often the two disagreed.
     window: over how many requests of all layers together successes are counted.
     """
 
     paces: tuple[float, ...] = (0.2, 0.9, 0.98)
-    views: tuple[tuple[float, ...], ...] = ((1, 0, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1))
+    views: tuple[tuple[float, ...], ...] = ((1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 0, 1))
     last_weight: float = 0.25
     lead: float = 2.0
     window: int = 1000
@@ -49,6 +49,7 @@ class ReuseEstimate:
         self._paces = np.array(memory.paces)[:, None]  # (paces, 1)
         self._views = np.array(memory.views, np.float64)  # (views, paces)
         self._successes = np.zeros(len(self._views))
+        self._disagreements = np.zeros((len(self._views), len(self._views)))
         self._layers: dict[int, _LayerPast] = {}
         self.leader = 0
 
@@ -80,11 +81,13 @@ class ReuseEstimate:
 
     def _judge(self, past: _LayerPast, chosen: npt.NDArray[np.intp]) -> bool:
         values = past.values[:, chosen]
-        self._successes *= 1.0 - 1.0 / self._memory.window
-        self._successes += ((values > 0) & (values >= past.bars[:, None])).sum(axis=1)
+        right = (values > 0) & (values >= past.bars[:, None])  # (views, chosen)
+        fading = 1.0 - 1.0 / self._memory.window
+        self._successes = fading * self._successes + right.sum(axis=1)
+        self._disagreements = fading * self._disagreements + (right[:, None] != right).sum(axis=2)
         best = int(np.argmax(self._successes))
         ahead = self._successes[best] - self._successes[self.leader]
-        if ahead <= self._memory.lead * np.sqrt(self._successes[best]):
+        if ahead <= self._memory.lead * np.sqrt(self._disagreements[best, self.leader]):
             return False
         self.leader = best
         return True

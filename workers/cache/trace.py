@@ -102,11 +102,6 @@ def encode_trace(requests: Iterable[ExpertRequest]) -> bytes:
     return np.array(pairs, RECORD).tobytes()
 
 
-def write_trace(path: Path, requests: Iterable[ExpertRequest]) -> None:
-    """Write requests in their order; the caller sees to it that the path is a place to write to."""
-    path.write_bytes(encode_trace(requests))
-
-
 def recorded_order(passes: Sequence[Pass]) -> list[ExpertRequest]:
     """Return every request, as it was recorded."""
     return [request for one in passes for request in one.layer_by_layer()]
