@@ -23,11 +23,13 @@ from k3ray.environment import read_environment
 from k3ray.model_source import find_model
 from k3ray.report import decimal_size
 from k3ray.workers.checkpoint.census import ATTENTION, DENSE, EMBEDDING, HEAD, REST, ROUTED, SHARED, Census, read_census
+from k3ray.workers.failure import Failure
 from k3ray.workers.loading import CheckpointSpec
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.tape.layout import TapeLayout, plan_layout
 from k3ray.workers.tape.manifest import read_manifest
 
+MAX_POSITIONS = 1 << 24
 TRUNK = "trunk: in memory, or streamed from the tape once a token"
 HELD = {
     ROUTED: "read from the disk when a token asks for one and no slot has it",
@@ -38,6 +40,12 @@ HELD = {
     HEAD: TRUNK,
     EMBEDDING: "read a row at a time, never held",
 }
+
+
+class PositionsFailure(Failure):
+    """A number of positions that no sequence has."""
+
+    exit_code = 2
 
 
 def run(
@@ -54,6 +62,8 @@ def run(
     flags: --memory, --preset, --trunk-gb and --cache-gb with their values, in the order given. Without a tape the plans
     are those of the tape that `k3ray pack` would make. Raises MemoryFailure when the flags' plan cannot hold.
     """
+    if not 1 <= positions <= MAX_POSITIONS:
+        raise PositionsFailure(f"--positions: found {positions}, expected 1 to {MAX_POSITIONS}")
     wishes = merge_wishes(flags)
     source = find_model(model_dir, None, read_environment())
     say(source.describe())

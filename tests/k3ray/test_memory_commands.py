@@ -73,6 +73,12 @@ def test_a_budget_that_cannot_hold_ends_with_the_numbers(k3b_dir: Path, capsys: 
     assert "what each preset does" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("positions", [0, -1, 1 << 31])
+def test_positions_out_of_range_are_refused(k3b_dir: Path, positions: int) -> None:
+    with pytest.raises(budget.PositionsFailure, match=f"found {positions}, expected 1 to"):
+        budget.run(k3b_dir, [], 1, 0, positions, None, as_json=True)
+
+
 def test_the_doctor_of_a_whole_model(k3b_dir: Path, capsys: Captured) -> None:
     doctor.run(k3b_dir, None, as_json=True)
     printed = capsys.readouterr()
