@@ -21,6 +21,7 @@ from k3ray.workers.tape.direct_io import prefaulted
 from k3ray.workers.tape.identity import WrongTape
 from k3ray.workers.tape.manifest import TapeError, read_manifest, write_manifest
 from k3ray.workers.tape.order import full_name
+from k3ray.workers.tape.tape import open_tape
 from k3ray.workers.tape.verify import verify
 from tests.tapes import ODD_WIDTHS, Model, opened_model, synthetic_model
 
@@ -180,6 +181,20 @@ def test_a_tape_of_another_config_names_the_fields(packed: Path, tmp_path: Path)
         with pytest.raises(WrongTape, match=r"another model \(k3b\).*hidden_size 160 \(here 55\)") as caught:
             other.open(packed)
         assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("field", "value"), [("rms_norm_eps", 2e-5), ("num_experts_per_token", 3)])
+def test_a_config_that_computes_otherwise_is_another_model(
+    model: Model, packed: Path, field: str, value: float
+) -> None:
+    binding = replace(model.binding, config=replace(model.binding.config, **{field: value}))
+    with pytest.raises(WrongTape, match=rf"its config has {field} .* \(here {value}\)\."):
+        open_tape(packed, binding, model.reader, [])
+
+
+def test_another_end_of_text_is_the_same_model(model: Model, packed: Path) -> None:
+    binding = replace(model.binding, config=replace(model.binding.config, eos_token_id=(1, 2)))
+    open_tape(packed, binding, model.reader, [0]).file.close()
 
 
 @pytest.fixture(scope="module")
