@@ -72,6 +72,14 @@ class MemorySpeed:
     expert_bytes_per_s: float
 
 
+def device_name(path: Path) -> str:
+    """Return the name of the block device that holds a path, or its numbers where the system has no name for it."""
+    device = path.stat().st_dev
+    numbers = f"{os.major(device)}:{os.minor(device)}"
+    place = Path("/sys/dev/block") / numbers
+    return place.resolve().name if place.exists() else numbers
+
+
 def measurable_files(path: Path) -> list[Path]:
     """The file itself, or the largest files of a folder that are long enough to say something, largest first.
 

@@ -12,8 +12,6 @@ from k3ray.workers.checkpoint import shapes
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.tape.order import tape_tensors
 
-STEP_TOKENS = 64  # the driver cuts a prompt into steps of so many tokens
-
 # Measured with Ray 2.60, numpy 2.4, numba 0.68, pyarrow 26 (docs/memory.md), rounded up. PSS counts a page of a library
 # once over all processes, so the libraries are one part and a process is what it has written itself.
 LIBRARY_BYTES = 195_000_000  # measured 187

@@ -17,9 +17,10 @@ from k3ray.cluster.plan import make_plan
 from k3ray.cluster.wishes import Wishes, merge_wishes
 from k3ray.environment import read_environment
 from k3ray.memory import MemoryWish, choose_tape
-from k3ray.model import Model, Token
+from k3ray.model import Model
 from k3ray.model_source import find_model
 from k3ray.report import Generation, Settings
+from k3ray.transcript import Token
 from k3ray.workers.loading import CheckpointSpec, open_checkpoint
 from k3ray.workers.model.config import read_config
 

@@ -15,10 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from k3ray.workers.failure import Failure
-from k3ray.workers.frames import ActivationFrame, decode_logits, encode_activations
+from k3ray.workers.frames import STEP_TOKENS, ActivationFrame, decode_logits, encode_activations
 
 Float32Array = npt.NDArray[np.float32]
-PROMPT_CHUNK = 64  # tokens of a sequence per step; bounds a frame at the last stage to 64 x 258 KB
 
 
 class StepMismatch(Failure):
@@ -66,7 +65,7 @@ class Session:
 class Driver:
     """Sessions over a chain of stages."""
 
-    def __init__(self, chain: StageChain, prompt_chunk: int = PROMPT_CHUNK) -> None:
+    def __init__(self, chain: StageChain, prompt_chunk: int = STEP_TOKENS) -> None:
         self._chain = chain
         self._prompt_chunk = prompt_chunk
         self._sessions: dict[int, Session] = {}

@@ -5,27 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from k3ray.cluster.actor_chain import ActorChain
 from k3ray.cluster.budget_plan import BudgetPlan
+from k3ray.cluster.devices import device_name
 from k3ray.cluster.plan import Plan
 from k3ray.cluster.processes import ProcessMemory
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
 from k3ray.driver import Driver
 from k3ray.environment import Environment
-from k3ray.generation import Step, generate
+from k3ray.generation import generate
 from k3ray.memory import MemoryWish, plan_memory
 from k3ray.model_source import ModelSource
 from k3ray.prompt import PromptFailure, check_gen, check_prompt, read_prompt_file, require_tokenizer
 from k3ray.report import Generation, Settings
-from k3ray.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from k3ray.tokenizer import Tokenizer, load_tokenizer
+from k3ray.transcript import Token, Transcript, decoded
 from k3ray.workers.actors import versions
 from k3ray.workers.cache.trace import ExpertRequest
 from k3ray.workers.failure import Failure
@@ -34,21 +33,6 @@ from k3ray.workers.loading import Checkpoint
 from k3ray.workers.model.config import ModelConfig
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token as it comes.
-
-    text: what can be shown now ("" inside a character, and without a vocabulary). seconds: wall time of the step.
-    logits: (vocab,) f32. is_end: whether it ends the message.
-    """
-
-    token_id: int
-    text: str
-    seconds: float
-    logits: npt.NDArray[np.float32]
-    is_end: bool
 
 
 class ContextFailure(Failure):
@@ -165,7 +149,7 @@ class Model:
         self.start(len(prompt_ids) + gen)
         assert self._driver is not None
         end_ids = () if ignore_eos else self.end_ids()
-        return self._tokens(generate(self._driver, prompt_ids, gen, end_ids, incremental), gen)
+        return decoded(generate(self._driver, prompt_ids, gen, end_ids, incremental), gen, self.tokenizer)
 
     def generate(
         self,
@@ -185,24 +169,25 @@ class Model:
         for each; the bits are the same. ignore_eos: go on after an end-of-message id. on_token: hears every token.
         """
         asked = {"gen": gen, "incremental": incremental, "ignore_eos": ignore_eos}
+        check_gen(gen)
         prompt_ids = self.prompt_ids(prompt, prompt_file, ids)
-        tokens: list[Token] = []
+        transcript = Transcript(prompt_ids)
         self.partial = None
         self.start(len(prompt_ids) + gen)
         assert self._chain is not None
         before = self._chain.counts()
         try:
             for token in self.stream(ids=prompt_ids, gen=gen, incremental=incremental, ignore_eos=ignore_eos):
-                tokens.append(token)
+                transcript.add(token)
                 on_token(token)
             damaged, io = self._chain.damaged_met(), self._chain.counts() - before
         except (Failure, KeyboardInterrupt) as error:
-            if tokens:
+            if transcript.ids:
                 why = str(error) if isinstance(error, Failure) else "interrupted"
-                self.partial = self._report(prompt_ids, tokens, asked, f"stopped: {why}", [], None)
+                self.partial = self._report(transcript, asked, f"stopped: {why}", [], None)
             raise
-        stop_reason = "end of message" if tokens[-1].is_end else "as many as asked"
-        return self._report(prompt_ids, tokens, asked, stop_reason, damaged, io)
+        stop_reason = "end of message" if transcript.ended else "as many as asked"
+        return self._report(transcript, asked, stop_reason, damaged, io)
 
     def record_routing(self, context: int = 1) -> None:
         """Start, and keep from now on which experts every token chooses."""
@@ -235,36 +220,26 @@ class Model:
             memory.watch(report.pid, part)
         self._memory, self._chain, self._driver = memory, chain, Driver(chain)
 
-    def _tokens(self, steps: Iterator[Step], gen: int) -> Iterator[Token]:
-        decoder = StreamDecoder(self.tokenizer) if self.tokenizer is not None else None
-        for number, step in enumerate(steps, start=1):
-            text = decoder.push(step.token_id) if decoder else ""
-            if decoder and (step.is_end or number == gen):
-                text += decoder.flush()
-            yield Token(step.token_id, text, step.seconds, step.logits, step.is_end)
-
     def _report(
         self,
-        prompt_ids: list[int],
-        tokens: list[Token],
+        transcript: Transcript,
         asked: dict[str, Any],
         stop_reason: str,
         damaged: list[tuple[int, int]],
         io: IoCounts | None,
     ) -> Generation:
         assert self._memory is not None and self.budget is not None
-        generated = [token.token_id for token in tokens]
         self._memory.sample()
         peak = self._memory.peak
         return Generation(
             model=str(self.source.model_dir),
             ray=self._ray,
-            prompt_ids=prompt_ids,
-            generated_ids=generated,
-            text=self.tokenizer.decode(generated) if self.tokenizer is not None else None,
+            prompt_ids=transcript.prompt_ids,
+            generated_ids=transcript.ids,
+            text=self.tokenizer.decode(transcript.ids) if self.tokenizer is not None else None,
             stop_reason=stop_reason,
             layers=self.config.num_hidden_layers,
-            step_seconds=[token.seconds for token in tokens],
+            step_seconds=transcript.seconds,
             settings={**asdict(self.settings), **asked},
             versions=versions(),
             peak_memory_bytes=peak.total_bytes,
@@ -272,6 +247,8 @@ class Model:
             planned_memory_bytes=self.budget.total_bytes,
             planned_memory=self.budget.parts(),
             io=io,
+            trunk_device=device_name(self._wish.tape.folder if self._wish.tape is not None else self.source.model_dir),
+            expert_device=device_name(self.source.model_dir),
             damaged_experts=damaged,
-            first_logits=tokens[0].logits,
+            first_logits=transcript.first_logits,
         )

@@ -36,8 +36,8 @@ class Generation:
     text: None without a vocabulary. step_seconds: wall time of every token, the first with the prompt.
     seconds_per_token: the mean of all steps but the first, or the first when there is only one. peak_memory_bytes:
     measured, all processes, PSS; planned_memory: what was planned before, by part. io: what was read for this
-    generation, counted at the readers; None when it failed. damaged_experts: (layer, expert) of experts with a NaN
-    scale byte that were used. first_logits: (vocab,) f32 of the first step.
+    generation, counted at the readers; None when it failed. *_device: the block devices they are on.
+    damaged_experts: (layer, expert) of experts with a NaN scale byte that were used. first_logits: (vocab,) f32.
     """
 
     model: str
@@ -55,6 +55,8 @@ class Generation:
     planned_memory_bytes: int
     planned_memory: dict[str, int]
     io: IoCounts | None
+    trunk_device: str
+    expert_device: str
     damaged_experts: list[tuple[int, int]]
     first_logits: npt.NDArray[np.float32]
 
@@ -72,9 +74,12 @@ class Generation:
     def as_json(self) -> dict[str, Any]:
         """Return what --out writes."""
         record = {name: value for name, value in asdict(self).items() if name != "first_logits"}
-        derived = {"full_ids": self.full_ids, "seconds_per_token": self.seconds_per_token}
+        derived: dict[str, Any] = {"full_ids": self.full_ids, "seconds_per_token": self.seconds_per_token}
         if self.io is not None:
-            derived |= {"resident_hit_rate": self.io.hit_rate, "io_share": self.io_share}
+            waits = dict.fromkeys((self.trunk_device, self.expert_device), 0.0)
+            waits[self.trunk_device] += self.io.trunk_wait_s
+            waits[self.expert_device] += self.io.expert_wait_s
+            derived |= {"resident_hit_rate": self.io.hit_rate, "io_share": self.io_share, "device_wait_s": waits}
         return {**record, **derived}
 
     @property
@@ -90,8 +95,8 @@ class Generation:
         trunk, experts = decimal_size(self.io.trunk_bytes // count), decimal_size(self.io.expert_bytes // count)
         return (
             f"disk: {trunk} of trunk and {experts} of experts a token; {self.io.requests} expert requests, "
-            f"{self.io.hit_rate:.1%} resident; waited {self.io.trunk_wait_s:.2f} s for trunk, "
-            f"{self.io.expert_wait_s:.2f} s for experts, {self.io_share:.0%} of the time"
+            f"{self.io.hit_rate:.1%} resident; waited {self.io.trunk_wait_s:.2f} s for trunk ({self.trunk_device}), "
+            f"{self.io.expert_wait_s:.2f} s for experts ({self.expert_device}), {self.io_share:.0%} of the time"
         )
 
     def summary(self) -> str:

@@ -96,6 +96,7 @@ class ExpertReader:
         self._roots = roots
         self._say = say
         self._files: dict[Path, DirectFile] = {}
+        self._shards = {index.directory / shard.name: shard for _, index in roots for shard in index.shards}
         self._lock = threading.Lock()
         self.bytes_asked = 0
 
@@ -150,5 +151,11 @@ class ExpertReader:
         with self._lock:
             file = self._files.get(path)
             if file is None:
-                file = self._files[path] = DirectFile(path, self._say)
+                file = DirectFile(path, self._say)
+                shard, mtime_ns = self._shards[path], path.stat().st_mtime_ns
+                if (file.file_bytes, mtime_ns) != (shard.file_bytes, shard.mtime_ns):
+                    file.close()
+                    expected = "the file that was indexed: let no download write to it, and start again"
+                    raise DiskReadFailure(path, 0, "a shard that has changed since", expected, None)
+                self._files[path] = file
             return file

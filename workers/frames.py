@@ -17,6 +17,7 @@ import pyarrow as pa
 from k3ray.workers.failure import Failure
 
 FORMAT = "k3ray-1"
+STEP_TOKENS = 64  # of a sequence in one step: bounds a frame at the released model's end to 64 x 258 KB
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

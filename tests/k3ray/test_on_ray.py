@@ -78,7 +78,11 @@ def test_golden_ids_over_stages_and_shards(k3b_dir: Path, tmp_path: Path, clean_
     logits = np.fromfile(logits_file, "<f4")
     assert np.abs(logits - golden.arrays["p2_greedy_logits"][0]).max() < 2e-3
     lines = found.stderr.splitlines()
-    assert lines[0].startswith(f"model: {k3b_dir}") and lines[1].startswith("memory: ") and lines[2].startswith("Ray: started its own")
+    assert (
+        lines[0].startswith(f"model: {k3b_dir}")
+        and lines[1].startswith("memory: ")
+        and lines[2].startswith("Ray: started its own")
+    )
     assert lines[-1].startswith("done: 32 tokens")
 
 
