@@ -53,7 +53,8 @@ def main() -> NoReturn:
         sys.exit(1)
     except Exception as error:
         if hasattr(error, "format_message"):  # the option parser's own usage errors
-            _tell(f"{error.format_message()} (see k3ray --help)")
+            if message := error.format_message():  # empty where the help was printed instead
+                _tell(f"{message} (see k3ray --help)")
             sys.exit(2)
         raise
     if code == INTERRUPTED:
