@@ -1,6 +1,7 @@
-"""Every way to hold a longer or shorter part of the trunk in memory, from nothing to all of it, and what each costs.
+"""Every way to hold a larger or smaller part of the trunk in memory, from nothing to all of it, and what each costs.
 
-Stages pin the beginning of their part of the tape, all of them in step. Pure arithmetic; no budget is known here.
+Stages pin chunks all over their part of the tape (residency.py), all of them in step. Pure arithmetic; no budget is
+known here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from k3ray.cluster.budget_plan import HostRun
 from k3ray.cluster.memory_parts import trunk_bytes
 from k3ray.workers.tape.layout import TapeLayout
 from k3ray.workers.tape.order import KV_B
+from k3ray.workers.tape.residency import pinning_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,9 @@ def trunk_dial(run: HostRun) -> TrunkDial:
         return TrunkDial(run.num_stages, (), (everything,), (everything,))
     sizes = [[layout.chunks[number].nbytes for number in chunks] for chunks in run.stage_chunks]
     turns = sorted(
-        ((place + 1) / len(of_stage), stage, place)
+        ((count + 1) / len(of_stage), stage, place)
         for stage, of_stage in enumerate(sizes)
-        for place in range(len(of_stage))
+        for count, place in enumerate(pinning_order(len(of_stage)))
     )
     taken = [0] * run.num_stages
     copies = [_copy_bytes(layout, chunks) for chunks in run.stage_chunks]
@@ -87,13 +89,14 @@ def _copy_bytes(layout: TapeLayout, chunks: Sequence[int]) -> list[int]:
     """
     needed = [0] * (len(chunks) + 1)
     ends: dict[int, int] = {}  # of the rows so far on the tape, by tensor
+    before = {place: count for count, place in enumerate(pinning_order(len(chunks)))}  # pinned before it
     for place, number in enumerate(chunks):
         chunk = layout.chunks[number]
         for segment in chunk.segments:
             tensor = layout.tensors[segment.tensor]
             if tensor.short == KV_B:
                 begin = chunk.offset + segment.offset
-                last = place if ends.get(segment.tensor, begin) == begin else len(chunks)
+                last = before[place] if ends.get(segment.tensor, begin) == begin else len(chunks)
                 needed[last] = max(needed[last], tensor.nbytes)
                 ends[segment.tensor] = begin + segment.rows * tensor.row_bytes
     return list(accumulate(reversed(needed), max))[::-1]

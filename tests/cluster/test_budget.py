@@ -20,7 +20,7 @@ from k3ray.workers.expert_reader import expert_slot_bytes
 from k3ray.workers.loading import CheckpointSpec
 from k3ray.workers.model.config import read_config
 from k3ray.workers.tape.layout import plan_layout
-from k3ray.workers.tape.residency import fixed_residency
+from k3ray.workers.tape.residency import fixed_residency, pinning_order
 
 PLENTY = MemoryLimits(1 << 50, "MemAvailable", 1 << 50)
 GB = 10**9
@@ -56,7 +56,8 @@ def check_division(run: HostRun, plan: BudgetPlan) -> None:
         assert stage.parts.get(PINNED, 0) == residency.pinned_bytes
         trunk = sum(stage.parts.get(part, 0) for part in (PINNED, RING, COPY))
         assert trunk == residency.memory_bytes
-        assert stage.streamed_bytes == sum(run.layout.chunks[n].nbytes for n in chunks[stage.pinned_chunks :])
+        passing = pinning_order(len(chunks))[stage.pinned_chunks :]
+        assert stage.streamed_bytes == sum(run.layout.chunks[chunks[place]].nbytes for place in passing)
         streamed += stage.streamed_bytes
     assert sum(len(chunks) for chunks in run.stage_chunks) == len(run.layout.chunks)
     assert plan.trunk_bytes_per_token == streamed

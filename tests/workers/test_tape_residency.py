@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from k3ray.workers.model.config import read_config
 from k3ray.workers.tape.layout import TapeLayout, plan_layout
 from k3ray.workers.tape.order import KV_B
-from k3ray.workers.tape.residency import ResidencyFailure, fixed_residency, plan_residency
+from k3ray.workers.tape.residency import ResidencyFailure, fixed_residency, pinning_order, plan_residency
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,36 @@ def test_a_budget_is_kept_and_used(layout: TapeLayout, budget: int, ring: int, f
     if found.streamed_bytes:
         assert found.ring_chunks >= 1
         assert total > budget
-        next_chunk = layout.chunks[chunks[found.pinned]]
+        next_chunk = layout.chunks[chunks[pinning_order(len(chunks))[found.pinned]]]
         whole_before = fixed_residency(layout, chunks, 0, 1).whole_bytes
         assert found.pinned_bytes + found.ring_bytes + whole_before + next_chunk.nbytes > budget or (
             found.ring_chunks < min(ring, len(chunks))
         )
     else:
         assert found.ring_bytes == found.whole_bytes == 0
+
+
+def test_the_order_of_pinning_halves_what_is_between() -> None:
+    assert pinning_order(8) == (0, 4, 2, 6, 1, 5, 3, 7)
+    assert pinning_order(5) == (0, 4, 2, 1, 3)
+    assert (pinning_order(1), pinning_order(0)) == ((0,), ())
+
+
+@given(num_chunks=st.integers(1, 3000), pinned=st.integers(1, 3000))
+def test_what_is_pinned_lies_evenly_on_the_tape(num_chunks: int, pinned: int) -> None:
+    order = pinning_order(num_chunks)
+    assert sorted(order) == list(range(num_chunks))
+    pinned = min(pinned, num_chunks)
+    borders = [-1, *sorted(order[:pinned]), num_chunks]
+    longest = max(after - before - 1 for before, after in pairwise(borders))
+    assert longest < 2 * 2 * num_chunks / pinned  # streamed in a row; evenly would be num_chunks / pinned - 1
+
+
+def test_a_residency_says_which_places_stay(layout: TapeLayout) -> None:
+    chunks = layout.chunks_of(2, 5, True)
+    found = fixed_residency(layout, chunks, 3, 2)
+    assert found.pinned_places == tuple(sorted(pinning_order(len(chunks))[:3]))
+    assert found.pinned_bytes == sum(layout.chunks[chunks[place]].nbytes for place in found.pinned_places)
 
 
 def test_no_budget_means_all_in_memory(layout: TapeLayout) -> None:

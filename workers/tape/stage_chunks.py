@@ -1,13 +1,10 @@
-"""The chunks of one stage by their place in its order: a prefix of them in memory, the rest through a ring."""
+"""The chunks of one stage by their place in its order: some of them in memory, the rest through a ring."""
 
 from __future__ import annotations
 
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from itertools import accumulate
 
 from k3ray.workers.tape.direct_io import Bytes, prefaulted
 from k3ray.workers.tape.residency import Residency
@@ -25,18 +22,19 @@ class StageChunks:
     """
 
     def __init__(self, tape: Tape, residency: Residency, readers: int) -> None:
-        self._num_pinned = residency.pinned
-        pinned = residency.chunks[: residency.pinned]
-        streamed = residency.chunks[residency.pinned :]
-        sizes = [tape.layout.chunks[number].nbytes for number in pinned]
-        self._starts: npt.NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
+        chunks, sizes = residency.chunks, [tape.layout.chunks[number].nbytes for number in residency.chunks]
+        pinned = residency.pinned_places
+        ends = accumulate(sizes[place] for place in pinned)
+        self._pinned = {place: slice(end - sizes[place], end) for place, end in zip(pinned, ends, strict=True)}
+        streamed = [place for place in range(len(chunks)) if place not in self._pinned]
+        self._turns = {place: turn for turn, place in enumerate(streamed)}
         self._memory = prefaulted(residency.pinned_bytes)
 
-        def load(place: int) -> Any:
-            tape.read(pinned[place], self._memory[self._starts[place] : self._starts[place + 1]], check=True)
+        def load(place: int) -> Bytes:
+            return tape.read(chunks[place], self._memory[self._pinned[place]], check=True)
 
         with ThreadPoolExecutor(readers, thread_name_prefix="k3ray-pin") as threads:
-            for _ in threads.map(load, range(len(pinned))):
+            for _ in threads.map(load, pinned):
                 pass
         self._ring: ChunkRing | None = None
         self._ending = None
@@ -46,28 +44,28 @@ class StageChunks:
                 residency.ring_chunks,
                 tape.layout.chunk_bytes,
                 readers,
-                lambda place, slot, first_time: tape.read(streamed[place], slot, check=first_time),
+                lambda turn, slot, first_time: tape.read(chunks[streamed[turn]], slot, check=first_time),
             )
             self._ending = weakref.finalize(self, self._ring.close)
 
     def take(self, place: int) -> Bytes:
         """The chunk at a place; a streamed one in order only, waited for and valid until it is released."""
-        if place < self._num_pinned:
-            return self._memory[self._starts[place] : self._starts[place + 1]]
+        if place in self._pinned:
+            return self._memory[self._pinned[place]]
         assert self._ring is not None, "a place past the last chunk"
-        return self._ring.take(place - self._num_pinned)
+        return self._ring.take(self._turns[place])
 
     def release(self, place: int) -> None:
         """Let the buffer of a streamed chunk be read into again; a pinned one stays."""
-        if place >= self._num_pinned:
+        if place not in self._pinned:
             assert self._ring is not None, "a place past the last chunk"
-            self._ring.release(place - self._num_pinned)
+            self._ring.release(self._turns[place])
 
     def pinned_run(self, pieces: list[tuple[int, int, int]]) -> Bytes | None:
         """The pieces (place, offset, nbytes) as one run of memory; None unless all are pinned, with nothing between."""
-        if any(place >= self._num_pinned for place, _, _ in pieces):
+        if any(place not in self._pinned for place, _, _ in pieces):
             return None
-        begins = [int(self._starts[place]) + offset for place, offset, _ in pieces]
+        begins = [self._pinned[place].start + offset for place, offset, _ in pieces]
         ends = [begin + nbytes for begin, (_, _, nbytes) in zip(begins, pieces, strict=True)]
         return self._memory[begins[0] : ends[-1]] if begins[1:] == ends[:-1] else None
 
