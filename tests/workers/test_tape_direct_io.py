@@ -136,10 +136,12 @@ def test_short_reads_are_gone_on_with(path: Path, monkeypatch: pytest.MonkeyPatc
         return read
 
     with DirectFile(path) as file:
+        direct = direct and file.direct
         patch_preadv(monkeypatch, change)
         for offset, nbytes in RANGES[4:]:
             view = file.read(prefaulted(slot_bytes(nbytes)), offset, nbytes)
             assert view.tobytes() == CONTENT[offset : offset + nbytes].tobytes()
+        assert file.direct == direct  # a read that goes on off a page would be refused
 
 
 def test_large_reads_are_split(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

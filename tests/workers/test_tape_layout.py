@@ -81,6 +81,16 @@ def test_the_released_widths_waste_nothing_and_cut_no_matrix_apart(shared_data: 
         assert [end for _, end in runs[:-1]] == [begin for begin, _ in runs[1:]]
 
 
+def test_a_matrix_is_cut_where_its_rows_end_on_a_page(config: ModelConfig) -> None:
+    layout = plan_layout(config, 64 << 10)
+    cut = 0
+    for number in range(len(layout.tensors)):
+        runs = pieces(layout, number)
+        assert [end for _, end in runs[:-1]] == [begin for begin, _ in runs[1:]]
+        cut += len(runs) > 1
+    assert cut > 10
+
+
 def test_every_matrix_of_the_model_is_on_the_tape_and_no_vector(config: ModelConfig) -> None:
     on_tape = {(tensor.layer, tensor.short): (tensor.rows, tensor.columns) for tensor in tape_tensors(config)}
     expected = {(config.num_hidden_layers, "lm_head.weight"): (config.vocab_size, config.hidden_size)}

@@ -80,6 +80,8 @@ def test_a_ring_shrinks_before_a_budget_is_refused(layout: TapeLayout) -> None:
     least = fixed_residency(layout, chunks, 0, 1).memory_bytes
     assert plan_residency(layout, chunks, least, 8).ring_chunks == 1
     assert plan_residency(layout, chunks, least + layout.chunk_bytes, 8).ring_chunks == 2
+    one = least + layout.chunks[0].nbytes
+    assert [plan_residency(layout, chunks, budget, 1).pinned for budget in (one - 1, one)] == [0, 1]
     with pytest.raises(ResidencyFailure) as caught:
         plan_residency(layout, chunks, least - 1, 8)
     assert caught.value.exit_code == 2

@@ -40,8 +40,8 @@ class TapeIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a tape was made from and how.
 
     model: the folder's name, for messages. index_fingerprint: TensorIndex.fingerprint, over shard names, sizes and
-    headers, for messages: a copy in other shards is the same model. config: ModelConfig's fields. layout: digest of the
-    chunk table. samples: for each tensor of the tape the digest of some of its rows (identity.py).
+    headers, for messages: a copy in other shards is the same model. config: config_fields. layout: digest of the chunk
+    table. samples: for each tensor of the tape the digest of some of its rows (identity.py).
     """
 
     model: str
@@ -85,8 +85,9 @@ def make_identity(
 
 
 def config_fields(config: ModelConfig) -> dict[str, Any]:
-    """A config's fields as they come back from JSON."""
+    """A config's fields as JSON gives them back, but for eos_token_id: where a text ends is no matter of weights."""
     fields: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    del fields["eos_token_id"]
     return fields
 
 

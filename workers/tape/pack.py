@@ -205,7 +205,7 @@ def _refuse_existing(out: Path) -> None:
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists() or out.is_symlink():
-        raise PackFailure(f"{out}: exists already; name a new folder, or remove it first")
+        raise PackFailure(f"{out}: exists already and is no tape of this model; name a new folder")
     if not out.parent.is_dir():
         raise PackFailure(f"{out}: the folder {out.parent} does not exist; make it first")
 

@@ -41,6 +41,7 @@ class ChunkRing:
     def __init__(self, num_chunks: int, num_slots: int, slot_bytes: int, num_readers: int, read: ReadChunk) -> None:
         self._num_chunks = num_chunks
         self._read = read
+        num_slots = min(num_slots, num_chunks)  # more would read a chunk again before it was used
         memory = prefaulted(num_slots * slot_bytes)
         self._slots = [memory[slot * slot_bytes : (slot + 1) * slot_bytes] for slot in range(num_slots)]
         self._condition = threading.Condition()
