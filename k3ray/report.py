@@ -102,8 +102,9 @@ class Generation:
     def summary(self) -> str:
         """Return the last line of a run."""
         total, count = sum(self.step_seconds), len(self.generated_ids)
+        reason = "stopped before the end" if self.stop_reason.startswith("stopped: ") else self.stop_reason
         return (
-            f"done: {count} tokens in {total:.2f} s ({self.stop_reason}), {self.seconds_per_token:.3f} s/token after "
+            f"done: {count} tokens in {total:.2f} s ({reason}), {self.seconds_per_token:.3f} s/token after "
             f"the first, prompt of {len(self.prompt_ids)} tokens and first token {self.step_seconds[0]:.2f} s, "
             f"peak memory of all processes {self.peak_memory_bytes / 1e9:.2f} GB, planned "
             f"{self.planned_memory_bytes / 1e9:.2f} GB"

@@ -123,6 +123,24 @@ def test_damage_ends_with_its_exit_code(k3b_dir: Path, tmp_path: Path, clean_mac
     assert found.returncode == 1 and "layer 4 (KDA attention), position 0" in found.stderr and not found.stdout
 
 
+def test_an_expert_that_becomes_unreadable_ends_with_4_and_keeps_what_was_generated(
+    k3b_dir: Path, tmp_path: Path, clean_machine: dict[str, str]
+) -> None:
+    copy, out = tmp_path / "model", tmp_path / "run.json"
+    shutil.copytree(k3b_dir, copy, ignore=shutil.ignore_patterns("golden.*"))
+    options = ["--ids", "3,5,7", "--gen", "4000", "--ignore-eos", "--trunk-gb", "auto", "--cache-gb", "0"]
+    arguments = [*COMMAND, "generate", str(copy), *options, "--out", str(out)]
+    process = subprocess.Popen(arguments, env=clean_machine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.read(20)  # tokens are coming
+    os.truncate(copy / "model-00003-of-000005.safetensors", 1000)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 4 and "Traceback" not in errors
+    assert "could not be read in 3 tries" in errors and "model-00003-of-000005.safetensors" in errors
+    record = json.loads(out.read_text())
+    assert record["stop_reason"].startswith("stopped: layer ") and 0 < len(record["generated_ids"]) < 4000
+
+
 def test_ctrl_c_leaves_nothing_but_what_was_generated(
     k3b_dir: Path, tmp_path: Path, clean_machine: dict[str, str]
 ) -> None:
