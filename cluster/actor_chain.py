@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from k3ray.cluster.plan import Plan
 from k3ray.workers.actors import ExpertShardActor, LayerStageActor, ProcessReport
 from k3ray.workers.failure import Failure
 from k3ray.workers.io_counts import IoCounts
+from k3ray.workers.model.snapshot import StatePiece
 
 Options = Callable[[float, int | None, str], dict[str, Any]]
 NUM_CPUS = 0  # the plan shares the cores out; Ray must not make an actor wait for one
@@ -40,6 +41,7 @@ class ActorChain:
             for number in range(len(plan.stages))
         ]
         self._stages, self._shards = self._all_stages, self._all_shards
+        self._loaded_plan = plan
         self.reports: dict[str, ProcessReport] = {}
 
     @property
@@ -52,7 +54,7 @@ class ActorChain:
 
         Another plan may be loaded into the same processes when it has no more stages and shards than they are.
         """
-        plan = plan or self._plan
+        plan = self._loaded_plan = plan or self._plan
         self._stages, self._shards = self._all_stages[: len(plan.stages)], self._all_shards[: len(plan.shards)]
         pending = {}
         for handle, shard in zip(self._shards, plan.shards, strict=True):
@@ -74,6 +76,20 @@ class ActorChain:
     def close_sequence(self, session: int) -> None:
         """Forget a sequence in every stage."""
         self._on_every_stage([stage.close_sequence.remote(session) for stage in self._stages])
+
+    def snapshot(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
+        """Yield a sequence's state piece by piece, layer by layer; no step may be sent meanwhile."""
+        for stage in self._stages:
+            for piece in _answer(stage.pieces.remote(session)):
+                yield piece, _answer(stage.snapshot_piece.remote(session, piece))
+
+    def restore(self, session: int, pieces: Iterable[tuple[int, pa.Buffer]], capacity: int) -> None:
+        """Open a sequence from its (layer, piece)s: each goes to the stage that holds the layer now."""
+        for layer, message in pieces:
+            for stage, spec in zip(self._stages, self._loaded_plan.stages, strict=True):
+                if spec.first <= layer < spec.stop:
+                    _answer(stage.restore_piece.remote(session, message, capacity))
+        self._on_every_stage([stage.finish_restore.remote(session) for stage in self._stages])
 
     def submit(self, message: pa.Buffer) -> Any:
         """Send a frame down the chain without waiting."""

@@ -6,7 +6,7 @@ It moves no activations, and knows neither text nor sampling.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from k3ray.workers.failure import Failure
 from k3ray.workers.frames import STEP_TOKENS, ActivationFrame, decode_logits, encode_activations
+from k3ray.workers.model.snapshot import StatePiece
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -38,6 +39,14 @@ class StageChain(Protocol):
 
     def close_sequence(self, session: int) -> None:
         """Forget a sequence in every stage."""
+        ...
+
+    def snapshot(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
+        """Yield a sequence's state piece by piece; no step may be sent meanwhile."""
+        ...
+
+    def restore(self, session: int, pieces: Iterable[tuple[int, pa.Buffer]], capacity: int) -> None:
+        """Open a sequence from all (layer, piece)s of its state."""
         ...
 
     def submit(self, message: pa.Buffer) -> Any:
@@ -71,6 +80,8 @@ class Driver:
         self._sessions: dict[int, Session] = {}
         self._next_session = 0
         self._next_step = 0
+        self._in_flight: deque[tuple[ActivationFrame, Any]] = deque()
+        self._answers: dict[int, list[Float32Array]] = {}
 
     def open(self, capacity: int) -> int:
         """Begin an empty sequence of at most capacity positions; returns its session number."""
@@ -79,6 +90,38 @@ class Driver:
         self._chain.open_sequence(session, capacity)
         self._sessions[session] = Session(session, capacity, [])
         return session
+
+    def restore(self, ids: Sequence[int], pieces: Iterable[tuple[int, pa.Buffer]], capacity: int) -> int:
+        """Open a sequence that has applied ids, from all (layer, piece)s of its state; returns its session number.
+
+        Raises SnapshotDamaged or SnapshotMismatch; the stages hold nothing of it then.
+        """
+        session = self._next_session
+        self._next_session += 1
+        try:
+            self._chain.restore(session, pieces, capacity)
+        except Failure:
+            self._chain.close_sequence(session)
+            raise
+        self._sessions[session] = Session(session, capacity, list(ids))
+        return session
+
+    def snapshot(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
+        """Yield the session's state piece by piece; StepMismatch when the stages are not where it is."""
+        position = len(self._sessions[session].committed)
+        for piece, message in self._chain.snapshot(session):
+            if piece.position != position:
+                raise StepMismatch(f"layer {piece.layer} is at position {piece.position}, the session at {position}")
+            yield piece, message
+
+    def settle(self, session: int) -> Float32Array | None:
+        """Wait for what an interrupted forward has sent, and commit it.
+
+        Returns (vocab,) f32, the logits of the last committed id, when they were asked for.
+        """
+        self._collect_all()
+        rows = self._answers.get(session)
+        return rows[-1][-1] if rows else None
 
     def close(self, session: int) -> None:
         """Forget a sequence."""
@@ -97,22 +140,21 @@ class Driver:
         """Apply each session's ids after what it has committed, all sessions together.
 
         Returns per session logits f32: (ids, vocab) with every_position, else (1, vocab) of the last id. A failure
-        leaves the sessions of that step unusable; their committed ids are unchanged.
+        leaves the sessions of that step unusable; committed are the ids whose steps were answered. After an
+        interruption (KeyboardInterrupt) settle() makes them usable again.
         """
-        answers: dict[int, list[Float32Array]] = {session: [] for session in tokens}
-        in_flight: deque[tuple[ActivationFrame, Any]] = deque()
+        self._in_flight.clear()
+        self._answers = {session: [] for session in tokens}
         for frame in self._frames(tokens, every_position):
-            in_flight.append((frame, self._chain.submit(encode_activations(frame))))
-            if len(in_flight) > self._chain.num_stages:  # a stage has one frame at work and one waiting
-                self._collect(*in_flight.popleft(), answers)
-        while in_flight:
-            self._collect(*in_flight.popleft(), answers)
-        for session, ids in tokens.items():
-            self._sessions[session].committed.extend(ids)
-        return {session: np.concatenate(parts) for session, parts in answers.items()}
+            self._in_flight.append((frame, self._chain.submit(encode_activations(frame))))
+            if len(self._in_flight) > self._chain.num_stages:  # a stage has one frame at work and one waiting
+                self._collect_oldest()
+        self._collect_all()
+        return {session: np.concatenate(parts) for session, parts in self._answers.items()}
 
     def _frames(self, tokens: Mapping[int, Sequence[int]], every_position: bool) -> Iterator[ActivationFrame]:
         sent = dict.fromkeys(tokens, 0)
+        begins = {session: len(self._sessions[session].committed) for session in tokens}
         while any(sent[session] < len(ids) for session, ids in tokens.items()):
             sessions: list[int] = []
             positions: list[int] = []
@@ -120,7 +162,7 @@ class Driver:
             wants: list[bool] = []
             for session, ids in tokens.items():
                 chunk = ids[sent[session] : sent[session] + self._prompt_chunk]
-                first = len(self._sessions[session].committed) + sent[session]
+                first = begins[session] + sent[session]
                 sent[session] += len(chunk)
                 sessions += [session] * len(chunk)
                 positions += range(first, first + len(chunk))
@@ -138,7 +180,13 @@ class Driver:
                 blocks=np.zeros((len(taken), 0, 0), np.float32),
             )
 
-    def _collect(self, frame: ActivationFrame, ticket: Any, answers: dict[int, list[Float32Array]]) -> None:
+    def _collect_all(self) -> None:
+        while self._in_flight:
+            self._collect_oldest()
+
+    def _collect_oldest(self) -> None:
+        """Wait for the oldest frame's answer, keep its logits, commit its ids; it stays in flight if interrupted."""
+        frame, ticket = self._in_flight[0]
         answer = decode_logits(self._chain.collect(ticket))
         wanted = frame.wants_logits
         if answer.step != frame.step or not (
@@ -146,5 +194,8 @@ class Driver:
             and np.array_equal(answer.positions, frame.positions[wanted])
         ):
             raise StepMismatch(f"step {frame.step} was answered by step {answer.step}, or for other positions")
+        self._in_flight.popleft()
         for session in np.unique(answer.sessions).tolist():
-            answers[session].append(answer.logits[answer.sessions == session].copy())
+            self._answers[session].append(answer.logits[answer.sessions == session].copy())
+        for session, low, high in frame.segments():
+            self._sessions[session].committed.extend(frame.ids[low:high].tolist())

@@ -20,6 +20,7 @@ from k3ray.workers.experts import ExpertStore
 from k3ray.workers.failure import Failure
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
+from k3ray.workers.model.snapshot import StatePiece
 from k3ray.workers.shard import ExpertShard
 from k3ray.workers.stage import LayerStage
 
@@ -92,6 +93,30 @@ class LayerStageActor:
     def close_sequence(self, session: int) -> None:
         """See LayerStage.close_sequence."""
         _loaded(self._stage).close_sequence(session)
+
+    def pieces(self, session: int) -> list[StatePiece]:
+        """See Slice.pieces."""
+        return _loaded(self._stage).pieces(session)
+
+    def snapshot_piece(self, session: int, piece: StatePiece) -> pa.Buffer:
+        """See Slice.snapshot_piece."""
+        return _loaded(self._stage).snapshot_piece(session, piece)
+
+    def restore_piece(self, session: int, message: pa.Buffer, capacity: int) -> None:
+        """See Slice.restore_piece."""
+        _loaded(self._stage).restore_piece(session, message, capacity)
+
+    def finish_restore(self, session: int) -> None:
+        """See Slice.finish_restore."""
+        _loaded(self._stage).finish_restore(session)
+
+    def snapshot(self, session: int) -> list[pa.Buffer]:
+        """See Slice.snapshot."""
+        return _loaded(self._stage).snapshot(session)
+
+    def restore_sequence(self, session: int, messages: list[pa.Buffer], capacity: int) -> None:
+        """See Slice.restore_sequence."""
+        _loaded(self._stage).restore_sequence(session, messages, capacity)
 
     def apply(self, message: pa.Buffer) -> pa.Buffer:
         """See LayerStage.apply."""

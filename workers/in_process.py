@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 import pyarrow as pa
@@ -11,6 +11,7 @@ from k3ray.workers.expert_fanout import ShardLink
 from k3ray.workers.experts import ExpertStore
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
+from k3ray.workers.model.snapshot import StatePiece
 from k3ray.workers.shard import ExpertShard
 from k3ray.workers.stage import LayerStage
 
@@ -55,6 +56,21 @@ class InProcessChain:
         """Forget a sequence in every stage."""
         for stage in self._stages:
             stage.close_sequence(session)
+
+    def snapshot(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
+        """Yield a sequence's state piece by piece, layer by layer; no step may be sent meanwhile."""
+        for stage in self._stages:
+            for piece in stage.pieces(session):
+                yield piece, stage.snapshot_piece(session, piece)
+
+    def restore(self, session: int, pieces: Iterable[tuple[int, pa.Buffer]], capacity: int) -> None:
+        """Open a sequence from its (layer, piece)s: each goes to the stage that holds the layer now."""
+        for layer, message in pieces:
+            for stage in self._stages:
+                if layer in stage.covered:
+                    stage.restore_piece(session, message, capacity)
+        for stage in self._stages:
+            stage.finish_restore(session)
 
     def submit(self, message: pa.Buffer) -> Future[pa.Buffer]:
         """Run the frame through the stages at once; the result, or the failure, is kept for collect."""

@@ -6,6 +6,7 @@ It does not know who sends the messages or how they travel.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from k3ray.workers.failure import Failure
 from k3ray.workers.frames import ActivationFrame, LogitsFrame, decode_activations, encode_activations, encode_logits
 from k3ray.workers.model.feed_forward import Observe
 from k3ray.workers.model.slice import Slice
+from k3ray.workers.model.snapshot import StatePiece
 
 
 class StepConflict(Failure):
@@ -57,6 +59,35 @@ class LayerStage:
     def close_sequence(self, session: int) -> None:
         """Forget a sequence."""
         self._slice.close_sequence(session)
+
+    def pieces(self, session: int) -> list[StatePiece]:
+        """See Slice.pieces."""
+        return self._slice.pieces(session)
+
+    def snapshot_piece(self, session: int, piece: StatePiece) -> pa.Buffer:
+        """See Slice.snapshot_piece."""
+        return self._slice.snapshot_piece(session, piece)
+
+    def snapshot(self, session: int) -> list[pa.Buffer]:
+        """See Slice.snapshot."""
+        return self._slice.snapshot(session)
+
+    def restore_piece(self, session: int, message: pa.Buffer, capacity: int) -> None:
+        """See Slice.restore_piece."""
+        self._slice.restore_piece(session, message, capacity)
+
+    def finish_restore(self, session: int) -> None:
+        """See Slice.finish_restore."""
+        self._slice.finish_restore(session)
+
+    def restore_sequence(self, session: int, messages: Iterable[pa.Buffer], capacity: int) -> None:
+        """See Slice.restore_sequence."""
+        self._slice.restore_sequence(session, messages, capacity)
+
+    @property
+    def covered(self) -> range:
+        """The zero-based layers of this stage."""
+        return self._slice.covered
 
     def apply(self, message: pa.Buffer) -> pa.Buffer:
         """Return the next stage's frame, or the logits when this is the last stage.

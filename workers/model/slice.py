@@ -5,10 +5,12 @@ It knows nothing of Ray, of other slices, or of whether a frame has been seen be
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from k3ray.kernels import attnres, router
 from k3ray.kernels.mxfp4 import NonFiniteInput
@@ -20,6 +22,7 @@ from k3ray.workers.model.attention import kda_attention, mla_attention
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.model.embedding import Embedding
 from k3ray.workers.model.feed_forward import Observe, RoutedExperts, mixture_of_experts, mlp
+from k3ray.workers.model.snapshot import Restoring, StatePiece, encode_piece, pieces_of
 from k3ray.workers.model.state import KdaState, MlaState, SequenceFailure, SequenceState, new_sequence
 from k3ray.workers.model.weights import HeadWeights, KdaWeights, LayerWeights, MoeWeights
 
@@ -49,23 +52,63 @@ class Slice:
         self._experts = experts
         self._pool = pool
         self._sequences: dict[int, SequenceState] = {}
+        self._restoring: dict[int, Restoring] = {}
 
     @property
     def has_head(self) -> bool:
         """Whether this is the last slice, whose answer is logits."""
         return self._parts.head is not None
 
+    @property
+    def covered(self) -> range:
+        """The zero-based layers of this slice."""
+        return range(self._parts.layers[0].layer, self._parts.layers[-1].layer + 1)
+
     def open_sequence(self, session: int, capacity: int) -> None:
         """Begin an empty sequence that may grow to capacity positions; SequenceFailure when it is open already."""
         if session in self._sequences:
             raise SequenceFailure(f"session {session} is open already: close it before it is opened again")
-        layers = self._parts.layers
-        covered = range(layers[0].layer, layers[-1].layer + 1)
-        self._sequences[session] = new_sequence(self._config, covered, capacity)
+        self._sequences[session] = new_sequence(self._config, self.covered, capacity)
 
     def close_sequence(self, session: int) -> None:
         """Forget a sequence; closing an unknown one does nothing."""
         self._sequences.pop(session, None)
+        self._restoring.pop(session, None)
+
+    def pieces(self, session: int) -> list[StatePiece]:
+        """Return the pieces that a snapshot of the sequence consists of, as long as no step is applied."""
+        return pieces_of(self.sequence(session))
+
+    def snapshot_piece(self, session: int, piece: StatePiece) -> pa.Buffer:
+        """Return one piece of the sequence's state as a message; SequenceFailure when it has moved on."""
+        return encode_piece(self.sequence(session), piece)
+
+    def snapshot(self, session: int) -> list[pa.Buffer]:
+        """Return the sequence's whole state here: all its pieces."""
+        return [self.snapshot_piece(session, piece) for piece in self.pieces(session)]
+
+    def restore_piece(self, session: int, message: pa.Buffer, capacity: int) -> None:
+        """Take one piece of a saved sequence; the first one begins it, finish_restore opens it.
+
+        Raises SequenceFailure when the session is open, SnapshotDamaged, SnapshotMismatch.
+        """
+        if session in self._sequences:
+            raise SequenceFailure(f"session {session} is open already: close it before it is restored")
+        if session not in self._restoring:
+            self._restoring[session] = Restoring(self._config, self.covered, capacity)
+        self._restoring[session].add(message)
+
+    def finish_restore(self, session: int) -> None:
+        """Open the sequence whose pieces are all here; SnapshotDamaged when one is missing."""
+        if session not in self._restoring:
+            raise SequenceFailure(f"session {session}: no piece of its saved state arrived here")
+        self._sequences[session] = self._restoring.pop(session).finish()
+
+    def restore_sequence(self, session: int, messages: Iterable[pa.Buffer], capacity: int) -> None:
+        """Open a sequence from all the pieces of its state in these layers."""
+        for message in messages:
+            self.restore_piece(session, message, capacity)
+        self.finish_restore(session)
 
     def sequence(self, session: int) -> SequenceState:
         """Return an open sequence's state, for snapshots and proofs; SequenceFailure when it is not open."""
