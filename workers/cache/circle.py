@@ -44,9 +44,7 @@ class CirclePolicy:
         """See CachePolicy."""
         check_request(experts, self.slots)
         found = self._enter(layer)
-        if self._reuse.observe(layer, experts, max(self.slots // len(self._layers), 1)):
-            for other in self._layers.values():
-                other.ranked = None
+        self._reuse.observe(layer, experts, max(self.slots // len(self._layers), 1))
         needed = set(experts)
         hits = needed & found.experts
         found.experts -= needed  # out of the eviction's sight

@@ -53,33 +53,24 @@ class ReuseEstimate:
         self._layers: dict[int, _LayerPast] = {}
         self.leader = 0
 
-    @property
-    def num_layers(self) -> int:
-        """How many layers have been seen."""
-        return len(self._layers)
-
     def values(self, layer: int, experts: Sequence[int]) -> list[float]:
         """Return what the leading view holds of experts that were requested before: a share of requests, 0 to 2."""
         found: list[float] = self._layers[layer].values[self.leader, list(experts)].tolist()
         return found
 
-    def observe(self, layer: int, experts: Sequence[int], favourites: int) -> bool:
-        """Take in a request and return whether another view leads now, so that all values are others.
-
-        favourites: how many experts of a layer a view would keep, to be judged by.
-        """
+    def observe(self, layer: int, experts: Sequence[int], favourites: int) -> None:
+        """Take in a request. favourites: how many experts of a layer a view would keep, to be judged by."""
         chosen = np.fromiter(experts, np.intp, len(experts))
         past = self._past(layer, int(chosen.max(initial=0)) + 1)
-        changed = self._judge(past, chosen)
+        self._judge(past, chosen)
         weights = np.linspace(1.0, self._memory.last_weight, len(chosen))
         past.rates *= self._paces
         past.rates[:, chosen] += (1.0 - self._paces) * weights
         np.matmul(self._views, past.rates, out=past.values)
         bar = max(past.values.shape[1] - favourites, 0)
         past.bars = np.partition(past.values, bar, axis=1)[:, bar].copy()
-        return changed
 
-    def _judge(self, past: _LayerPast, chosen: npt.NDArray[np.intp]) -> bool:
+    def _judge(self, past: _LayerPast, chosen: npt.NDArray[np.intp]) -> None:
         values = past.values[:, chosen]
         right = (values > 0) & (values >= past.bars[:, None])  # (views, chosen)
         fading = 1.0 - 1.0 / self._memory.window
@@ -87,10 +78,8 @@ class ReuseEstimate:
         self._disagreements = fading * self._disagreements + (right[:, None] != right).sum(axis=2)
         best = int(np.argmax(self._successes))
         ahead = self._successes[best] - self._successes[self.leader]
-        if ahead <= self._memory.lead * np.sqrt(self._disagreements[best, self.leader]):
-            return False
-        self.leader = best
-        return True
+        if ahead > self._memory.lead * np.sqrt(self._disagreements[best, self.leader]):
+            self.leader = best
 
     def _past(self, layer: int, num_experts: int) -> _LayerPast:
         past = self._layers.get(layer)

@@ -74,19 +74,18 @@ def optimum_hits(requests: Sequence[ExpertRequest], slots: int) -> int:
     """
     keys = [(request.layer, expert) for request in requests for expert in request.experts]
     next_use = _next_uses(keys)
-    due: dict[tuple[int, int], int] = {}  # resident expert -> index of its next use
-    latest: list[tuple[int, tuple[int, int]]] = []  # a heap of (-next use, expert); entries out of date are skipped
+    due: set[tuple[int, int]] = set()  # resident, and needed again
+    latest: list[tuple[int, tuple[int, int]]] = []  # a heap of (-use, expert): uses that are past stay at its bottom
     hits = 0
     for index, key in enumerate(keys):
-        hits += due.pop(key, None) is not None
+        hits += key in due
+        due.discard(key)
         if next_use[index] == len(keys):
             continue
-        due[key] = next_use[index]
+        due.add(key)
         heapq.heappush(latest, (-next_use[index], key))
         while len(due) > slots:
-            use, victim = heapq.heappop(latest)
-            if due.get(victim) == -use:
-                del due[victim]
+            due.remove(heapq.heappop(latest)[1])
     return hits
 
 
