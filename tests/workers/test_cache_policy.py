@@ -189,3 +189,14 @@ def test_values_are_shares_of_the_requests() -> None:
     assert always == pytest.approx(2.0)
     assert last == pytest.approx(0.25 * (0.5 + 0.1))
     assert before == pytest.approx(0.25 * (0.5 * 0.5 + 0.1 * 0.9))
+
+
+def test_the_past_that_views_are_judged_by_fades() -> None:
+    """After 3,000 requests that a long memory foresees, 500 that only a short one foresees change the leader."""
+    estimate = ReuseEstimate(ReuseMemory(paces=(0.0, 0.99), views=((1, 0), (0, 1)), window=100))
+    for step in range(3000):
+        estimate.observe(0, [step % 2], 1 if step % 2 else 2)
+    assert estimate.leader == 1
+    for step in range(500):
+        estimate.observe(0, [2 + step // 2], 1)
+    assert estimate.leader == 0
