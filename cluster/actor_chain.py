@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,20 +11,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import ray
 
+from k3ray.cluster.actor_calls import ActorGone, ActorId
 from k3ray.cluster.plan import Plan
-from k3ray.workers.actors import ExpertShardActor, LayerStageActor, ProcessReport
-from k3ray.workers.failure import Failure
+from k3ray.workers.actors import ASIDE, ExpertShardActor, LayerStageActor, ProcessReport
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.model.snapshot import StatePiece
 
 Options = Callable[[float, int | None, str], dict[str, Any]]
 NUM_CPUS = 0  # the plan shares the cores out; Ray must not make an actor wait for one
-
-
-class ActorLost(Failure):
-    """An actor's process ended and nothing replaces it."""
-
-    exit_code = 3
 
 
 class ActorChain:
@@ -32,42 +27,57 @@ class ActorChain:
     def __init__(self, plan: Plan, options: Options) -> None:
         """Start the processes; options(num_cpus, memory_bytes, name) gives Ray's options for one actor."""
         self._plan = plan
-        self._all_shards = [
-            ray.remote(ExpertShardActor).options(**options(NUM_CPUS, None, f"shard-{spec.shard}")).remote()
-            for spec in plan.shards
-        ]
-        self._all_stages = [
-            ray.remote(LayerStageActor).options(**options(NUM_CPUS, None, f"stage-{number}")).remote()
-            for number in range(len(plan.stages))
-        ]
-        self._stages, self._shards = self._all_stages, self._all_shards
+        self._options = options
+        self._generations: Counter[ActorId] = Counter()  # how often each place's process was replaced
+        self._all_shards = [self._new(ActorId("shard", number)) for number in range(len(plan.shards))]
+        self._all_stages = [self._new(ActorId("stage", number)) for number in range(len(plan.stages))]
         self._loaded_plan = plan
         self.reports: dict[str, ProcessReport] = {}
 
     @property
     def num_stages(self) -> int:
         """How many stages a frame passes."""
-        return len(self._stages)
+        return len(self._loaded_plan.stages)
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards hold the experts; 0: the stages hold them."""
+        return len(self._loaded_plan.shards)
+
+    @property
+    def _stages(self) -> list[Any]:
+        return self._all_stages[: self.num_stages]
+
+    @property
+    def _shards(self) -> list[Any]:
+        return self._all_shards[: self.num_shards]
+
+    def layers_of(self, stage: int) -> range:
+        """Return the zero-based layers of a stage."""
+        return range(self._loaded_plan.stages[stage].first, self._loaded_plan.stages[stage].stop)
+
+    def part_of(self, actor: ActorId) -> str:
+        """Return what an actor holds, in words."""
+        if actor.kind == "shard":
+            return f"shard {actor.number} of {self.num_shards}"
+        return f"layers {self.layers_of(actor.number).start}..{self.layers_of(actor.number).stop - 1}"
 
     def load(self, plan: Plan | None = None, loaded: Callable[[str], None] = lambda name: None) -> None:
         """Load every actor's part, all at once; `loaded` hears of each. Raises the first actor's failure.
 
         Another plan may be loaded into the same processes when it has no more stages and shards than they are.
         """
-        plan = self._loaded_plan = plan or self._plan
-        self._stages, self._shards = self._all_stages[: len(plan.stages)], self._all_shards[: len(plan.shards)]
-        pending = {}
-        for handle, shard in zip(self._shards, plan.shards, strict=True):
-            pending[handle.load.remote(shard)] = f"shard {shard.shard} of {shard.num_shards}"
-        for handle, stage in zip(self._stages, plan.stages, strict=True):
-            ref = handle.load.remote(stage, self._shards)
-            pending[ref] = f"layers {stage.first}..{stage.stop - 1}"
+        self._loaded_plan = plan or self._plan
+        actors = [*(ActorId("shard", n) for n in range(self.num_shards))]
+        actors += [ActorId("stage", n) for n in range(self.num_stages)]
+        pending = {self._load(actor): actor for actor in actors}
         waiting = list(pending)
         while waiting:
             done, waiting = ray.wait(waiting)
             for ref in done:
-                self.reports[pending[ref]] = _answer(ref)
-                loaded(pending[ref])
+                part = self.part_of(pending[ref])
+                self.reports[part] = self.result(ref)
+                loaded(part)
 
     def open_sequence(self, session: int, capacity: int) -> None:
         """Begin an empty sequence in every stage."""
@@ -125,6 +135,59 @@ class ActorChain:
         for actor in [*self._all_stages, *self._all_shards]:
             ray.kill(actor)
 
+    def call(self, actor: ActorId, method: str, *arguments: Any) -> Any:
+        """Send a call without waiting; calls to one actor are answered in order. Returns an object ref."""
+        return getattr(self._handle(actor), method).remote(*arguments)
+
+    def call_aside(self, actor: ActorId, method: str, *arguments: Any) -> Any:
+        """Send a call that is answered at once, whatever the actor is working on."""
+        return getattr(self._handle(actor), method).options(concurrency_group=ASIDE).remote(*arguments)
+
+    def is_done(self, ticket: Any, timeout_s: float) -> bool:
+        """Wait at most timeout_s for the answer, or the failure, of a call."""
+        return bool(ray.wait([ticket], timeout=timeout_s)[0])
+
+    def result(self, ticket: Any) -> Any:
+        """Wait for the answer of a call; raises what the actor raised, ActorGone when it died before."""
+        return _answer(ticket)
+
+    def kill(self, actor: ActorId) -> None:
+        """End an actor's process; Ray needs five seconds for one that was stopped (SIGSTOP)."""
+        ray.kill(self._handle(actor))
+
+    def start(self, actor: ActorId) -> Any:
+        """Put a new process in an actor's place and begin to load it, links included; returns the load's ref."""
+        self.kill(actor)
+        self._generations[actor] += 1
+        handles = self._all_shards if actor.kind == "shard" else self._all_stages
+        handles[actor.number] = self._new(actor)
+        loading = self._load(actor)
+        if actor.kind == "shard":
+            self._relink(actor)
+        return loading
+
+    def _new(self, actor: ActorId) -> Any:
+        kind = ExpertShardActor if actor.kind == "shard" else LayerStageActor
+        times = self._generations[actor]
+        name = f"{actor.kind}-{actor.number}" + (f"-again-{times}" if times else "")  # names are unique while one dies
+        options = self._options(NUM_CPUS, None, name)
+        return ray.remote(concurrency_groups={ASIDE: 1})(kind).options(**options).remote()
+
+    def _handle(self, actor: ActorId) -> Any:
+        return (self._all_shards if actor.kind == "shard" else self._all_stages)[actor.number]
+
+    def _load(self, actor: ActorId) -> Any:
+        if actor.kind == "shard":
+            return self._handle(actor).load.remote(self._loaded_plan.shards[actor.number])
+        return self._handle(actor).load.remote(self._loaded_plan.stages[actor.number], self._shards)
+
+    def _relink(self, shard: ActorId) -> None:
+        """Tell every stage: aside, as it may wait for this shard; in order, as it may be loading with the old one."""
+        link = shard.number, self._generations[shard], self._handle(shard)
+        for stage in range(self.num_stages):
+            self.call_aside(ActorId("stage", stage), "relink", *link)
+            self.call(ActorId("stage", stage), "relink", *link)
+
     def _on_every_stage(self, refs: Sequence[Any]) -> None:
         for ref in refs:
             _answer(ref)
@@ -136,4 +199,4 @@ def _answer(ref: Any) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayActorError as error:
-        raise ActorLost(f"an actor of this run ended unexpectedly: {error}; start the run again") from None
+        raise ActorGone(f"an actor of this run ended unexpectedly: {error}; start the run again") from None

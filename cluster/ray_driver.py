@@ -15,6 +15,8 @@ import ray
 from k3ray.cluster.signals import kept_signals
 from k3ray.workers.failure import Failure
 
+PRINTS = "_worker_logs_enabled"  # private to Ray: whether a driver prints what its cluster tells it
+
 
 class RayFailure(Failure):
     """Ray could not be started or joined: the settings or the cluster have to change first."""
@@ -37,6 +39,18 @@ def connect(address: str, **options: Any) -> None:
         ray.shutdown()
         where = "start" if address == "local" else f"connect to the cluster at {address}"
         raise RayFailure(f"Ray did not {where}: {reason_of(error)}") from error
+
+
+@contextmanager
+def silent_ray() -> Iterator[None]:
+    """Within it Ray does not print its cluster's messages (the death of a worker) into our standard output."""
+    internals = vars(importlib.import_module("ray._private.worker"))
+    before = internals.get(PRINTS)
+    internals[PRINTS] = False
+    try:
+        yield
+    finally:
+        internals[PRINTS] = before
 
 
 def quieten() -> None:

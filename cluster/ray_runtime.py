@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from k3ray.cluster.ray_driver import RayFailure
+from k3ray.cluster.ray_driver import RayFailure, silent_ray
 from k3ray.cluster.ray_join import announced_address, examine, joined_ray
 from k3ray.cluster.ray_private import private_ray
 from k3ray.cluster.signals import ignored_signals, unwinding_signals
@@ -65,7 +65,7 @@ def ray_runtime(settings: RaySettings) -> Iterator[RayRuntime]:
     That holds for an exception, Ctrl-C, SIGTERM and SIGHUP, which unwind the stack; after a SIGKILL a guardian cleans
     up within seconds. Raises RayFailure where Ray cannot be started or joined.
     """
-    with unwinding_signals(), ExitStack() as ending, ExitStack() as running:
+    with unwinding_signals(), silent_ray(), ExitStack() as ending, ExitStack() as running:
         runtime = _enter(settings, running)
         try:
             yield runtime

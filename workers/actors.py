@@ -22,9 +22,11 @@ from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
 from k3ray.workers.model.snapshot import StatePiece
 from k3ray.workers.shard import ExpertShard
+from k3ray.workers.shard_link import ReplaceableShard, ShardGone
 from k3ray.workers.stage import LayerStage
 
 Part = TypeVar("Part")
+ASIDE = "aside"  # the concurrency group of the calls that are answered while the actor is at work
 
 
 class NotLoaded(Failure):
@@ -64,11 +66,13 @@ class RayShardLink:
         return self._handle.apply.remote(request)
 
     def collect(self, ticket: Any) -> pa.Buffer:
-        """Wait for the reply; a Failure in the shard is raised as it was there."""
+        """Wait for the reply; a Failure in the shard is raised as it was there, ShardGone when its process ended."""
         try:
             return ray.get(ticket)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
+        except ray.exceptions.RayActorError as error:
+            raise ShardGone(str(error)) from None
 
 
 class LayerStageActor:
@@ -77,14 +81,25 @@ class LayerStageActor:
     def __init__(self) -> None:
         self._stage: LayerStage | None = None
         self._parts: LoadedSlice | None = None
+        self._links: list[ReplaceableShard] = []
 
     def load(self, spec: StageSpec, shards: Sequence[Any]) -> ProcessReport:
         """Compile the kernels or take them from the cache, and load the stage; shards are actor handles."""
         if self._parts is not None:
             self._parts.close()
         kernels = compile_all()
-        self._stage, self._parts = load_stage(spec, [RayShardLink(handle) for handle in shards])
+        self._links = [ReplaceableShard(RayShardLink(handle)) for handle in shards]
+        self._stage, self._parts = load_stage(spec, self._links)
         return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds)
+
+    def ping(self) -> int:
+        """Say that this process lives, while it works on something else: call it in the group ASIDE."""
+        return os.getpid()
+
+    def relink(self, shard: int, generation: int, handle: Any) -> None:
+        """Ask another process from now on, also for what the lost one owes: call it in the group ASIDE."""
+        if shard < len(self._links):
+            self._links[shard].replace(RayShardLink(handle), generation)
 
     def open_sequence(self, session: int, capacity: int) -> None:
         """See LayerStage.open_sequence."""
@@ -153,6 +168,10 @@ class ExpertShardActor:
         kernels = compile_all()
         self._shard, self._store = load_shard(spec)
         return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds)
+
+    def ping(self) -> int:
+        """See LayerStageActor.ping."""
+        return os.getpid()
 
     def apply(self, message: pa.Buffer) -> pa.Buffer:
         """See ExpertShard.apply."""

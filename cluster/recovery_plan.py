@@ -1,0 +1,134 @@
+"""What is decided when an actor is lost, as pure functions of what is known; recovering_chain.py acts on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from k3ray.cluster.actor_calls import ActorId, ActorLost
+from k3ray.cluster.step_log import Replayed, StepLog, Stepped
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverySettings:
+    """When to take snapshots, and when an actor that does not answer is lost.
+
+    snapshot_every: steps; 0: no snapshots, a replacement begins at position 0. log_bytes: of kept messages, after
+    which a snapshot is due whatever the number of steps. look_s: an answer that takes longer makes us look at the
+    actors; silent_s: one that does not answer a look within it is hung; start_s: the same for a process that has
+    never answered. A stage that answers looks and not its step is hung after slow_factor times the time that such a
+    step took at most, within shortest_deadline_s and longest_deadline_s.
+    """
+
+    snapshot_every: int = 64
+    max_recoveries: int = 3
+    log_bytes: int = 64 << 20
+    look_s: float = 0.5
+    settle_s: float = 0.2
+    silent_s: float = 20.0
+    start_s: float = 300.0
+    slow_factor: float = 20.0
+    shortest_deadline_s: float = 60.0
+    longest_deadline_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What was lost, how long the run stood still for it, and what was computed again.
+
+    step: how many steps had been sent. layer_steps: layers times steps that the replacements computed again. restored:
+    how many of their sequences began from a snapshot.
+    """
+
+    lost: tuple[str, ...]
+    step: int
+    seconds: float
+    layer_steps: int
+    restored: int
+
+    def describe(self) -> str:
+        """Return one line about it."""
+        again = f"{self.layer_steps} layer-steps computed again" if self.layer_steps else "nothing computed again"
+        began = f" after {self.restored} snapshots" if self.restored else ""
+        return f"recovered: lost {', '.join(self.lost)} at step {self.step}; {self.seconds:.2f} s, {again}{began}"
+
+
+def plan_replays(stages: Iterable[int], log: StepLog, answered: Mapping[int, int]) -> dict[int, tuple[Replayed, ...]]:
+    """Decide what each new stage is told before it goes on.
+
+    answered: for every step on its way (by its place) how many stages have answered it. Those answers are known, so a
+    new stage repeats the steps that its predecessor answered; the others reach it again as steps on their way.
+    """
+    return {
+        stage: log.replay(stage, {place for place, count in answered.items() if count <= stage}) for stage in stages
+    }
+
+
+def count_layer_steps(replay: Sequence[Replayed], layers: range) -> int:
+    """Return the layers times the steps of one stage's replay."""
+    return len(layers) * sum(isinstance(told, Stepped) for told in replay)
+
+
+def agrees(told: Replayed, stage: int, answer: Any) -> bool:
+    """Decide whether a repeated answer has the bits of the first one, where that is still known."""
+    if not isinstance(told, Stepped) or stage + 1 == len(told.inputs):
+        return True
+    first = told.inputs[stage + 1]
+    return first is None or bool(first.equals(answer))
+
+
+def may_recover(recoveries: int, lost: Iterable[ActorId], settings: RecoverySettings) -> None:
+    """Raise ActorLost when the run has been recovered as often as it may be."""
+    if recoveries >= settings.max_recoveries:
+        names = ", ".join(str(actor) for actor in sorted(lost))
+        raise ActorLost(
+            f"{names} ended or did not answer, and this run was recovered {recoveries} times already "
+            f"(--max-recoveries {settings.max_recoveries}); look for the reason (memory? disk?), then start it again"
+        )
+
+
+def snapshot_is_due(log: StepLog, since: int, settings: RecoverySettings) -> bool:
+    """Decide whether to take snapshots now, the last ones having been taken at the place `since`."""
+    if not settings.snapshot_every or log.keeps_everything or log.place == since:
+        return False
+    return log.steps_since(since) >= settings.snapshot_every or log.held_bytes() > settings.log_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A question to an actor that any living process answers at once. answers: how many it has answered before."""
+
+    asked_at: float
+    answers: int
+
+
+def silent_actors(looks: Mapping[ActorId, Look], now: float, settings: RecoverySettings) -> set[ActorId]:
+    """Return the actors whose looks are unanswered for too long."""
+    return {
+        actor
+        for actor, look in looks.items()
+        if now - look.asked_at > (settings.silent_s if look.answers else settings.start_s)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a stage takes for a token, at most, in the steps seen so far. None: none was seen."""
+
+    seconds_per_token: float | None = None
+
+    def after(self, seconds: float, tokens: int) -> Pace:
+        """Return the pace with one more step of one stage."""
+        return Pace(max(self.seconds_per_token or 0.0, seconds / tokens))
+
+    def deadline_s(self, tokens: int, settings: RecoverySettings) -> float | None:
+        """Return how long a stage may take for a step of so many tokens; None: there is nothing to compare with.
+
+        A step of many tokens takes at most as long as that many steps. What was seen is never too long.
+        """
+        if self.seconds_per_token is None:
+            return None
+        expected = self.seconds_per_token * tokens
+        bounded = min(expected * settings.slow_factor, settings.longest_deadline_s)
+        return max(bounded, settings.shortest_deadline_s, 3 * expected)
