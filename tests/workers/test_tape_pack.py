@@ -163,7 +163,12 @@ def test_short_writes_are_gone_on_with(
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_open(path, flags, mode)
 
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        whole = most - most % 4096 if direct else most  # what arrives of a direct write; of the rest it is not certain
+        real_write(descriptor, data[:whole], offset)
+        return min(len(data), most)
+
     monkeypatch.setattr(os, "open", opened)
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: min(real_write(descriptor, data, offset), most))
+    monkeypatch.setattr(os, "pwrite", pwrite)
     model.pack(tmp_path / "tape")
     assert files_of(tmp_path / "tape") == good

@@ -9,8 +9,9 @@ told apart here: `k3ray pack --verify` compares every bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from k3ray.workers.checkpoint.binding import Binding
 from k3ray.workers.checkpoint.tensors import TensorReader
@@ -54,15 +55,17 @@ def sample_all(binding: Binding, reader: TensorReader, layout: TapeLayout) -> li
 
 def refuse_other_config(path: Path, identity: TapeIdentity, config: ModelConfig, model_dir: Path) -> None:
     """Raise WrongTape, with the first fields that differ, unless the tape is of this (whole) config."""
-    mine = config_fields(config)
-    theirs = identity.config
+    if differences := config_differences(identity.config, config_fields(config)):
+        raise WrongTape(path, identity, model_dir, f"its config has {differences}")
+
+
+def config_differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+    """The first fields that differ, with both values; empty when none does."""
     names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-    if names:
-        listed = ", ".join(
-            f"{name} {_show(theirs.get(name))} (here {_show(mine.get(name))})" for name in names[:MAX_LISTED]
-        )
-        more = f" and {len(names) - MAX_LISTED} other fields" if len(names) > MAX_LISTED else ""
-        raise WrongTape(path, identity, model_dir, f"its config has {listed}{more}")
+    listed = ", ".join(
+        f"{name} {_show(theirs.get(name))} (here {_show(mine.get(name))})" for name in names[:MAX_LISTED]
+    )
+    return listed + (f" and {len(names) - MAX_LISTED} other fields" if len(names) > MAX_LISTED else "")
 
 
 def refuse_other_weights(

@@ -125,7 +125,7 @@ class ChunkRing:
         self._wait_s += time.perf_counter() - started
 
     def _restart(self) -> None:
-        """Drop everything and go on with the next turn. Holds the condition."""
+        """Drop everything and begin the turn again. Holds the condition."""
         self._restarting = True
         try:
             while self._reading:
@@ -134,8 +134,8 @@ class ChunkRing:
             self._restarting = False
         self._bytes_dropped += sum(chunk.nbytes for chunk in self._ready.values())
         self._ready.clear()
-        turns = -(-self._used // self._num_chunks)
-        self._used = self._claimed = turns * self._num_chunks
+        self._used -= self._used % self._num_chunks
+        self._claimed = self._used
         self._failure, self._raised = None, False
         self._restarts += 1
         self._condition.notify_all()
