@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from k3ray.cluster.ray_driver import RayFailure, silent_ray
 from k3ray.cluster.ray_join import announced_address, examine, joined_ray
@@ -50,11 +51,15 @@ class RayRuntime:
 
         A joined cluster is told what the actor takes, so that the jobs of others keep away from it; Ray then waits in
         silence for a node that has as much. A private Ray counts nothing, so it never waits. Threads and environment
-        are left alone: the actor's own pools decide (Ray sets OMP_NUM_THREADS only where the user has not).
+        are left alone: the actor's own pools decide (Ray sets OMP_NUM_THREADS only where the user has not). The actor
+        stays on this driver's node, whose files and memory the plan has looked at, also where the cluster has others.
         """
         options: dict[str, Any] = {"name": name, "num_cpus": 0 if self.started else num_cpus, "num_gpus": 0}
         if memory_bytes is not None and not self.started:
             options["memory"] = memory_bytes
+        if not self.started:
+            here = ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         return {**options, "max_restarts": 0, "max_task_retries": 0}
 
 
