@@ -6,7 +6,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
-from k3ray.workers.tape.direct_io import Bytes, prefaulted
+from k3ray.workers.tape.direct_io import Bytes, mapped
 from k3ray.workers.tape.residency import Residency
 from k3ray.workers.tape.ring import ChunkRing, RingStatistics
 from k3ray.workers.tape.tape import Tape
@@ -28,7 +28,7 @@ class StageChunks:
         self._pinned = {place: slice(end - sizes[place], end) for place, end in zip(pinned, ends, strict=True)}
         streamed = [place for place in range(len(chunks)) if place not in self._pinned]
         self._turns = {place: turn for turn, place in enumerate(streamed)}
-        self._memory = prefaulted(residency.pinned_bytes)
+        self._memory = mapped(residency.pinned_bytes)  # touched by the loading threads, all at once
 
         def load(place: int) -> Bytes:
             return tape.read(chunks[place], self._memory[self._pinned[place]], check=True)
