@@ -11,25 +11,28 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from k3ray.cluster.actor_calls import ActorGone, ActorId, Actors
+from k3ray.cluster.actor_calls import ActorGone, ActorId, Actors, all_actors
 from k3ray.cluster.flights import Flight, Flights
+from k3ray.cluster.kept_counts import KeptCounts
 from k3ray.cluster.recovery_plan import (
     Pace,
     Recovery,
     RecoverySettings,
     count_layer_steps,
-    may_recover,
     plan_replays,
     snapshot_is_due,
 )
+from k3ray.cluster.replacing import Replacing
 from k3ray.cluster.replaying import repeat, restore
 from k3ray.cluster.snapshot_files import SnapshotFile
 from k3ray.cluster.snapshot_rounds import SnapshotRounds
 from k3ray.cluster.step_log import Restored, StepLog
-from k3ray.cluster.watch import Watch
 from k3ray.workers.failure import Failure
+from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.model.snapshot import StatePiece
 
 
@@ -45,15 +48,23 @@ class RecoveringChain:
         """actors: loaded. replaced: hears of each new process what its load answered."""
         self._actors = actors
         self._settings = settings
-        self._replaced = replaced
         self._log = StepLog(actors.num_stages)
+        self._kept = KeptCounts(all_actors(actors))
+
+        def renewed(actor: ActorId, report: Any) -> None:
+            self._kept.renewed(actor)
+            replaced(actor, report)
+
+        self._processes = Replacing(actors, settings, renewed, lambda: self._log.num_steps)
+        self._result_of = self._processes.result_of
         self._flights = Flights(actors, self._log)
         self._rounds = SnapshotRounds(actors, self._log)
-        self._watch = Watch(actors, settings)
         self._pace = Pace()
-        self.recoveries: list[Recovery] = []
-        self._starting: set[ActorId] = set()
-        self._begun = 0  # recoveries, those included that did not succeed
+
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """What was lost and replaced so far."""
+        return self._processes.recoveries
 
     @property
     def num_stages(self) -> int:
@@ -63,30 +74,25 @@ class RecoveringChain:
     def open_sequence(self, session: int, capacity: int) -> None:
         """Begin an empty sequence in every stage."""
         self._log.opened(session, capacity)
-        pending = self._call_stages("open_sequence", session, capacity)
-        try:
-            for stage, ticket in pending:
-                try:
-                    self.result_of(stage, ticket)
-                except ActorGone:
-                    self._recover({stage})  # its replacement learns it from the log
-        except Failure:
-            self._log.not_opened(session)
-            raise
+
+        def tell(stage: ActorId) -> None:
+            self._result_of(stage, self._actors.call(stage, "open_sequence", session, capacity))
+
+        self._begin_sequence(session, tell)
 
     def close_sequence(self, session: int) -> None:
         """Forget a sequence in every stage. A stage that is lost has forgotten it; its next caller will notice."""
         self._flights.forget_session(session)
         self._log.closed(session)
-        for stage, ticket in self._call_stages("close_sequence", session):
+        for stage, ticket in [(stage, self._actors.call(stage, "close_sequence", session)) for stage in self._stages()]:
             with suppress(ActorGone):
-                self.result_of(stage, ticket)
+                self._result_of(stage, ticket)
 
     def snapshot(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
         """Yield a sequence's state piece by piece, layer by layer; no step may be sent meanwhile."""
         for stage in self._stages():
-            for piece in self.ask(stage, "pieces", session):
-                yield piece, self.ask(stage, "snapshot_piece", session, piece)
+            for piece in self._ask(stage, "pieces", session):
+                yield piece, self._ask(stage, "snapshot_piece", session, piece)
 
     def restore(self, session: int, pieces: Iterable[tuple[int, pa.Buffer]], capacity: int) -> None:
         """Open a sequence from its (layer, piece)s: each goes to the stage that holds the layer now."""
@@ -96,15 +102,11 @@ class RecoveringChain:
                 if layer in self._actors.layers_of(stage):
                     file.add(message)
         self._log.loaded(session, capacity, files)
-        try:
-            for stage_id, file in zip(self._stages(), files, strict=True):
-                try:
-                    restore(self._actors, stage_id, Restored(session, capacity, file), self.result_of)
-                except ActorGone:
-                    self._recover({stage_id})  # its replacement gets it from the log
-        except Failure:
-            self._log.not_opened(session)
-            raise
+
+        def tell(stage: ActorId) -> None:
+            restore(self._actors, stage, Restored(session, capacity, files[stage.number]), self._result_of)
+
+        self._begin_sequence(session, tell)
 
     def submit(self, message: pa.Buffer) -> Flight:
         """Send a frame down the chain without waiting."""
@@ -118,92 +120,89 @@ class RecoveringChain:
         self._flights.begin(ticket)
         while not ticket.is_finished:
             stage, tokens = ActorId("stage", ticket.answered), ticket.step.tokens
-            started, begun = time.monotonic(), self._begun
+            started, begun = time.monotonic(), self._processes.begun
             deadline_s = self._pace.deadline_s(tokens, self._settings)
             try:
-                answer = self.result_of(stage, ticket.tickets[ticket.answered], deadline_s)
+                answer = self._result_of(stage, ticket.tickets[ticket.answered], deadline_s)
             except ActorGone:
                 self._recover({stage})
                 continue
             except Failure:
                 self._flights.clear()
                 raise
-            if begun == self._begun:
+            if begun == self._processes.begun:
                 self._pace = self._pace.after(time.monotonic() - started, tokens)
             self._flights.answer(ticket, answer)
         self._flights.end(ticket)
-        self._rounds.gather()
+        if self._rounds.gather():
+            self._kept.ask(self._ask)  # as often as snapshots, so that a lost actor's counters are not all forgotten
         assert ticket.last is not None
         return ticket.last
 
-    def ask(self, actor: ActorId, method: str, *arguments: Any) -> Any:
+    def counts(self) -> IoCounts:
+        """Return what all actors have read since they were loaded, the lost ones as far as they were asked before."""
+        self._kept.ask(self._ask)
+        return self._kept.counts
+
+    def damaged_met(self) -> list[tuple[int, int]]:
+        """Return (layer, expert) of every damaged expert that is known to have been used."""
+        self._kept.ask(self._ask)
+        return self._kept.damaged
+
+    def record_routing(self) -> None:
+        """Have every stage keep which experts its tokens choose; from now on the whole log is kept for it."""
+        self._log.keeps_everything = True
+        for stage in self._stages():
+            self._ask(stage, "record_routing")
+
+    def recorded_routing(self) -> list[tuple[int, int, npt.NDArray[np.int32]]]:
+        """Return (step, layer, ids (tokens, k)) of all stages, step by step and layer by layer."""
+        kept = [entry for stage in self._stages() for entry in self._ask(stage, "recorded_routing")]
+        return sorted(kept, key=lambda entry: entry[:2])
+
+    def _ask(self, actor: ActorId, method: str, *arguments: Any) -> Any:
         """Call an actor and wait; one that is lost is replaced and asked again."""
         while True:
             try:
-                return self.result_of(actor, self._actors.call(actor, method, *arguments))
+                return self._result_of(actor, self._actors.call(actor, method, *arguments))
             except ActorGone:
                 self._recover({actor})
-
-    def result_of(self, actor: ActorId, ticket: Any, deadline_s: float | None = None) -> Any:
-        """Wait for an actor's answer; raises ActorGone when it dies or hangs, and replaces shards meanwhile.
-
-        A stage waits for its shard's replacement inside its step, so that such a loss costs no stage its state.
-        """
-        started = time.monotonic()
-        while not self._actors.is_done(ticket, self._settings.look_s):
-            lost = self._watch.look()
-            if deadline_s is not None and time.monotonic() - started > deadline_s:
-                self._actors.kill(actor)
-                lost.add(actor)
-            if actor in lost:
-                raise ActorGone(f"{actor} ended, or did not answer")
-            if shards := {one for one in lost - self._starting if one.kind == "shard"}:
-                self._replace_shards(shards)
-                started = time.monotonic()
-        return self._actors.result(ticket)
-
-    def _call_stages(self, method: str, *arguments: Any) -> list[tuple[ActorId, Any]]:
-        return [(stage, self._actors.call(stage, method, *arguments)) for stage in self._stages()]
 
     def _stages(self) -> list[ActorId]:
         return [ActorId("stage", number) for number in range(self.num_stages)]
 
-    def _replace_shards(self, lost: set[ActorId]) -> None:
-        """Put new processes in the place of shards; the stages are linked to them as they start."""
-        started, named = time.monotonic(), sorted(lost)
-        while lost:
-            loads = self._start(lost)
-            lost = set()
-            for shard, ticket in loads.items():
-                try:
-                    self._finish_start(shard, ticket)
-                except ActorGone:
-                    lost.add(shard)
-                    named.append(shard)
-        self._note(named, started, 0, 0)
+    def _begin_sequence(self, session: int, tell: Callable[[ActorId], None]) -> None:
+        """Tell every stage of a sequence that the log has already: whoever is replaced meanwhile learns it there."""
+        before = self._processes.times.copy()
+        try:
+            for stage in self._stages():
+                if self._processes.times[stage] == before[stage]:
+                    try:
+                        tell(stage)
+                    except ActorGone:
+                        self._recover({stage})
+        except Failure:
+            self._log.not_opened(session)
+            raise
 
     def _recover(self, found: set[ActorId]) -> None:
         """Replace what is lost, until nothing is, and send the steps on their way on from where they were."""
-        lost = found | self._watch.look(self._settings.settle_s)
-        if shards := {actor for actor in lost if actor.kind == "shard"}:
-            self._replace_shards(shards)
-            lost -= shards
-        if not lost:
-            return
         started, named, layer_steps, restored = time.monotonic(), list[ActorId](), 0, 0
-        loads: dict[ActorId, Any] = {}
+        lost, loads = self._processes.lost_now(found), dict[ActorId, Any]()
         while lost or loads:
             named += sorted(lost)
             loads |= self._start(lost) if lost else {}
-            lost = self._flights.salvage(self.result_of) - loads.keys()  # while the new processes load
+            lost = self._flights.salvage(self._result_of) - loads.keys()  # while the new processes load
             if lost:
                 continue
             replays = plan_replays((stage.number for stage in loads), self._log, self._flights.answered())
             for stage, ticket in loads.items():
                 replay = replays[stage.number]
                 try:
-                    self._finish_start(stage, ticket)
-                    repeat(self._actors, stage, replay, self.result_of)
+                    self._processes.finish_start(stage, ticket)
+                    if self._log.keeps_everything:
+                        self._result_of(stage, self._actors.call(stage, "record_routing"))
+                    repeat(self._actors, stage, replay, self._result_of)
                 except ActorGone:
                     lost.add(stage)
                     continue
@@ -211,25 +210,10 @@ class RecoveringChain:
                 restored += sum(isinstance(told, Restored) for told in replay)
             loads = {}
         self._flights.resend()
-        self._note(named, started, layer_steps, restored)
+        if named:
+            self._processes.note(named, started, layer_steps, restored)
 
     def _start(self, lost: set[ActorId]) -> dict[ActorId, Any]:
-        """Begin to replace actors, within the bound; returns the tickets of their loads."""
-        may_recover(self._begun, lost, self._settings)
-        self._begun += 1
-        for actor in lost:
-            self._watch.renewed(actor)
-            if actor.kind == "stage":
-                self._rounds.forget(actor.number)
-        self._starting |= lost
-        return {actor: self._actors.start(actor) for actor in sorted(lost)}
-
-    def _finish_start(self, actor: ActorId, ticket: Any) -> None:
-        try:
-            self._replaced(actor, self.result_of(actor, ticket))
-        finally:
-            self._starting.discard(actor)
-
-    def _note(self, named: list[ActorId], started: float, layer_steps: int, restored: int) -> None:
-        names, seconds = tuple(str(actor) for actor in named), time.monotonic() - started
-        self.recoveries.append(Recovery(names, self._log.num_steps, seconds, layer_steps, restored))
+        for stage in lost:
+            self._rounds.forget(stage.number)
+        return self._processes.start(lost)

@@ -41,12 +41,14 @@ class SnapshotRounds:
             tickets = {session: self._actors.call(ActorId("stage", stage), "snapshot", session) for session in sessions}
             self._asked[stage] = Asked(self.since, tickets, {session: self._log.open[session] for session in sessions})
 
-    def gather(self) -> None:
-        """Keep what has arrived, without waiting."""
+    def gather(self) -> bool:
+        """Keep what has arrived, without waiting; returns whether a round is complete with it."""
+        was_on_its_way = bool(self._asked)
         for stage, asked in list(self._asked.items()):
             if all(self._actors.is_done(ticket, 0.0) for ticket in asked.tickets.values()):
                 del self._asked[stage]
                 self._keep(stage, asked)
+        return was_on_its_way and not self._asked
 
     def forget(self, stage: int) -> None:
         """Drop what was asked of a stage that is replaced."""

@@ -16,7 +16,7 @@ class Watch:
         self._actors = actors
         self._settings = settings
         self._asked: dict[ActorId, tuple[Look, Any]] = {}
-        self._answers: dict[ActorId, int] = dict.fromkeys(all_actors(actors), 0)
+        self._answers: dict[ActorId, int] = dict.fromkeys(all_actors(actors), 1)  # the load was one
 
     def look(self, timeout_s: float = 0.0) -> set[ActorId]:
         """Return the actors that have died, and those that are silent for too long, which are killed here.
@@ -43,6 +43,10 @@ class Watch:
             del self._asked[actor]
             lost.add(actor)
         return lost
+
+    def answered(self, actor: ActorId) -> None:
+        """Note that an actor has answered something: it is known to have started."""
+        self._answers[actor] += 1
 
     def renewed(self, actor: ActorId) -> None:
         """Forget what was asked of an actor whose process is new."""

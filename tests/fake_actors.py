@@ -1,0 +1,205 @@
+"""Actors as threads of this process, with the order, the deaths and the hanging of real ones, and faults on command."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from k3ray.cluster.actor_calls import ActorGone, ActorId
+from k3ray.cluster.plan import Plan
+from k3ray.workers.frames import decode_activations
+from k3ray.workers.io_counts import IoCounts
+from k3ray.workers.loading import load_shard, load_stage
+from k3ray.workers.shard_link import ReplaceableShard, ShardGone
+
+Ticket = Future[Any]
+How = Literal["dies before", "dies after", "hangs", "is stuck"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The nth call (from 1, over all processes of the place) of a method ends its process, stops it, or never ends."""
+
+    actor: ActorId
+    method: str
+    nth: int
+    how: How = "dies before"
+
+
+@dataclass(eq=False)
+class Process:
+    """One actor's process: calls one after the other, until it is killed."""
+
+    actors: FakeActors
+    actor: ActorId
+    calls: queue.Queue[Any] = field(default_factory=queue.Queue)
+    pending: set[Ticket] = field(default_factory=set)
+    parts: dict[str, Any] = field(default_factory=dict)
+    dead: bool = False
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._run, name=str(self.actor), daemon=True).start()
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Ticket:
+        ticket: Ticket = Future()
+        self.pending.add(ticket)
+        self.calls.put((method, arguments, ticket))
+        if self.dead:
+            self.kill()
+        return ticket
+
+    def kill(self) -> None:
+        self.dead = True
+        for ticket in list(self.pending):
+            with suppress(InvalidStateError):
+                ticket.set_exception(ActorGone(f"{self.actor} was killed"))
+
+    def _run(self) -> None:
+        while not self.dead:
+            method, arguments, ticket = self.calls.get()
+            fault = self.actors.next_fault(self.actor, method)
+            if fault == "dies before":
+                self.kill()
+            if fault in ("hangs", "is stuck"):
+                self.stopped = fault == "hangs"
+                return
+            if self.dead:
+                return
+            try:
+                answer = self._work(method, [one.result() if isinstance(one, Future) else one for one in arguments])
+            except Exception as error:  # noqa: BLE001 - travels to the caller
+                self._settle(ticket, error)
+                continue
+            if fault == "dies after":
+                self.kill()
+            self._settle(ticket, answer)
+
+    def _settle(self, ticket: Ticket, answer: Any) -> None:
+        with suppress(InvalidStateError):  # killed meanwhile
+            ticket.set_exception(answer) if isinstance(answer, Exception) else ticket.set_result(answer)
+
+    def _work(self, method: str, arguments: list[Any]) -> Any:
+        actors, number = self.actors, self.actor.number
+        if method == "load" and self.actor.kind == "shard":
+            self.parts["part"], self.parts["store"] = load_shard(actors.plan.shards[number])
+            return "loaded"
+        if method == "load":
+            self.parts["links"] = [ReplaceableShard(Link(actors.processes[shard])) for shard in actors.shards()]
+            self.parts["part"], self.parts["store"] = load_stage(actors.plan.stages[number], self.parts["links"])
+            return "loaded"
+        if method == "relink":
+            return self.relink(*arguments)
+        if method == "apply" and self.actor.kind == "stage":
+            actors.applied.append((number, decode_activations(arguments[0]).step))
+        if method == "counts":
+            return IoCounts()
+        target = self.parts["store" if method == "damaged_met" else "part"]
+        return getattr(target, method)(*arguments)
+
+    def relink(self, shard: int, generation: int, process: Process) -> None:
+        if "links" in self.parts:
+            self.parts["links"][shard].replace(Link(process), generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A shard as a stage sees it."""
+
+    process: Process
+
+    def submit(self, request: pa.Buffer) -> Ticket:
+        return self.process.call("apply", (request,))
+
+    def collect(self, ticket: Ticket) -> pa.Buffer:
+        try:
+            return ticket.result()
+        except ActorGone as error:
+            raise ShardGone(str(error)) from None
+
+
+class FakeActors:
+    """Actors (cluster/actor_calls.py) of a plan. applied: (stage, step) of every step that was computed, or begun."""
+
+    def __init__(self, plan: Plan, faults: list[Fault]) -> None:
+        self.plan = plan
+        self.faults = faults
+        self.calls: Counter[tuple[ActorId, str]] = Counter()
+        self.applied: list[tuple[int, int]] = []
+        self.generations: Counter[ActorId] = Counter()
+        self.processes: dict[ActorId, Process] = {}
+        stages = [ActorId("stage", number) for number in range(len(plan.stages))]
+        for actor in [*self.shards(), *stages]:
+            self.processes[actor] = Process(self, actor)
+            self.processes[actor].call("load", ()).result()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.plan.stages)
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.plan.shards)
+
+    def shards(self) -> list[ActorId]:
+        return [ActorId("shard", number) for number in range(self.num_shards)]
+
+    def layers_of(self, stage: int) -> range:
+        return range(self.plan.stages[stage].first, self.plan.stages[stage].stop)
+
+    def next_fault(self, actor: ActorId, method: str) -> How | None:
+        self.calls[actor, method] += 1
+        found = [
+            one.how
+            for one in self.faults
+            if (one.actor, one.method, one.nth) == (actor, method, self.calls[actor, method])
+        ]
+        return found[0] if found else None
+
+    def call(self, actor: ActorId, method: str, *arguments: Any) -> Ticket:
+        return self.processes[actor].call(method, arguments)
+
+    def call_aside(self, actor: ActorId, method: str, *arguments: Any) -> Ticket:
+        process, ticket = self.processes[actor], Ticket()
+        if process.dead:
+            ticket.set_exception(ActorGone(f"{actor} is dead"))
+        elif method == "relink":
+            process.relink(*arguments)
+        elif process.stopped:
+            process.pending.add(ticket)
+        else:
+            ticket.set_result(1)
+        return ticket
+
+    def is_done(self, ticket: Ticket, timeout_s: float) -> bool:
+        try:
+            ticket.exception(timeout_s)
+        except FutureTimeout:
+            return False
+        return True
+
+    def result(self, ticket: Ticket) -> Any:
+        return ticket.result()
+
+    def kill(self, actor: ActorId) -> None:
+        self.processes[actor].kill()
+
+    def start(self, actor: ActorId) -> Ticket:
+        self.kill(actor)
+        self.generations[actor] += 1
+        process = self.processes[actor] = Process(self, actor)
+        loading = process.call("load", ())
+        if actor.kind == "shard":
+            for number in range(self.num_stages):
+                arguments = "relink", actor.number, self.generations[actor], process
+                self.call_aside(ActorId("stage", number), *arguments)
+                self.call(ActorId("stage", number), *arguments)
+        return loading
