@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -168,6 +169,17 @@ def test_no_tokens_give_no_rows_and_the_tape_goes_on(packed: Packed) -> None:
         assert source.matrix(head.layer, head.short, pool).apply(nothing).shape == (0, head.rows)
         run_step(packed, source, pool, 1)
         assert source.statistics().restarts == 0
+
+
+def test_a_source_that_is_dropped_ends_its_readers(packed: Packed) -> None:
+    before = set(threading.enumerate())
+    source = TapeSource(packed.tape, residency_of(packed, 0.0, 2))
+    readers = set(threading.enumerate()) - before
+    assert len(readers) == 2
+    del source
+    for reader in readers:
+        reader.join(5)
+        assert not reader.is_alive()
 
 
 @pytest.mark.parametrize("stop", [1, 7, 20])

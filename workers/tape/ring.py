@@ -103,11 +103,15 @@ class ChunkRing:
                 self._reads, self._bytes_read, ahead, self._bytes_dropped, self._wait_s, self._waits, self._restarts
             )
 
-    def close(self) -> None:
-        """End the readers; returns when the reads under way have ended. Closing twice does nothing."""
+    def stop(self) -> None:
+        """Tell the readers to end, and do not wait for them: this may be called from anywhere, also by a reader."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
+
+    def close(self) -> None:
+        """End the readers; returns when the reads under way have ended. Closing twice does nothing."""
+        self.stop()
         for reader in self._readers:
             reader.join()
 

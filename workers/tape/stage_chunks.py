@@ -37,7 +37,6 @@ class StageChunks:
             for _ in threads.map(load, pinned):
                 pass
         self._ring: ChunkRing | None = None
-        self._ending = None
         if streamed:
             self._ring = ChunkRing(
                 len(streamed),
@@ -46,7 +45,7 @@ class StageChunks:
                 readers,
                 lambda turn, slot, first_time: tape.read(chunks[streamed[turn]], slot, check=first_time),
             )
-            self._ending = weakref.finalize(self, self._ring.close)
+            weakref.finalize(self, self._ring.stop)  # whoever drops it ends its readers
 
     def take(self, place: int) -> Bytes:
         """The chunk at a place; a streamed one in order only, waited for and valid until it is released."""
@@ -80,5 +79,5 @@ class StageChunks:
 
     def close(self) -> None:
         """End the readers."""
-        if self._ending is not None:
-            self._ending()
+        if self._ring is not None:
+            self._ring.close()
