@@ -75,6 +75,14 @@ def generate(
     preset: Preset = None,
     trunk_gb: TrunkGb = None,
     cache_gb: CacheGb = None,
+    load_state: Annotated[
+        Path | None,
+        typer.Option(help="Go on with the sequence saved in this file; a prompt comes after it.", show_default=False),
+    ] = None,
+    save_state: Annotated[
+        Path | None,
+        typer.Option(help="Save the sequence and its state to this file, also at Ctrl-C.", show_default=False),
+    ] = None,
     list_presets: Annotated[
         bool, typer.Option("--list-presets", help="Show the presets with their arithmetic, and run nothing.")
     ] = False,
@@ -91,6 +99,7 @@ def generate(
         GenerateRequest(
             model_dir, prompt, prompt_file, ids, gen, tok, config, layers, stages, expert_shards, threads,
             incremental, ignore_eos, out, dump_logits, dump_cache_trace, tape, tuple(mirror or ()), wishes_of(context),
+            load_state, save_state,
         )
     )  # fmt: skip
 

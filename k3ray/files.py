@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from k3ray.workers.failure import Failure
 
@@ -38,18 +41,36 @@ def make_folder(path: Path, option: str) -> None:
 
 
 def write_file(path: Path, contents: bytes) -> None:
-    """Write the file whole or not at all: beside it first, flushed to the disk, then renamed over it."""
+    """Write the file whole or not at all."""
+    with written_whole(path) as file:
+        file.write(contents)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """Give a file to write beside the path; at the end it is flushed to the disk and renamed over it, or removed."""
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(contents)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         Path(beside).chmod(0o666 & ~_umask())
         Path(beside).replace(path)
+        _flush_folder(path.parent)
     except BaseException:
         Path(beside).unlink(missing_ok=True)
         raise
+
+
+def _flush_folder(folder: Path) -> None:
+    """Put the new name on the disk too, where the file system can."""
+    with suppress(OSError):  # some file systems refuse it, and the file itself is safe
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _umask() -> int:

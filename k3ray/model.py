@@ -16,12 +16,13 @@ from k3ray.cluster.devices import device_name
 from k3ray.cluster.plan import Plan
 from k3ray.cluster.processes import ProcessMemory
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
+from k3ray.continuation import Continuation
 from k3ray.driver import Driver
 from k3ray.environment import Environment
 from k3ray.generation import generate
 from k3ray.memory import MemoryWish, plan_memory
 from k3ray.model_source import ModelSource
-from k3ray.prompt import PromptFailure, check_gen, check_prompt, read_prompt_file, require_tokenizer
+from k3ray.prompt import check_gen, choose_prompt
 from k3ray.report import Generation, Settings
 from k3ray.tokenizer import Tokenizer, load_tokenizer
 from k3ray.transcript import Token, Transcript, decoded
@@ -69,6 +70,7 @@ class Model:
         self._chain: ActorChain | None = None
         self._ray = ""
         self.partial: Generation | None = None  # what a generation that failed had given before
+        self.saved = ""  # what the last generation's save_state did, in a line
         self.tokenizer: Tokenizer | None = None
         if source.tokenizer is not None:
             self.tokenizer = load_tokenizer(source.tokenizer, checkpoint.config.vocab_size)
@@ -91,20 +93,10 @@ class Model:
         prompt: str | bytes | None = None,
         prompt_file: Path | str | None = None,
         ids: Sequence[int] | None = None,
+        optional: bool = False,
     ) -> list[int]:
-        """Return the ids of exactly one of prompt (text or bytes), prompt_file (its bytes as they are) and ids."""
-        options = {"--prompt": prompt, "--prompt-file": prompt_file, "--ids": ids}
-        given = " and ".join(name for name, value in options.items() if value is not None)
-        if given not in options:
-            raise PromptFailure(f"exactly one of {', '.join(options)} is needed, found {given or 'none'}")
-        if ids is not None:
-            found = list(ids)
-        elif prompt_file is not None:
-            found = require_tokenizer(self.tokenizer).encode(read_prompt_file(Path(prompt_file)))
-        else:
-            found = require_tokenizer(self.tokenizer).encode(prompt or "")
-        check_prompt(found, self.config.vocab_size)
-        return found
+        """Return the ids of exactly one of prompt (text or bytes), prompt_file (bytes) and ids; optional: or none."""
+        return choose_prompt(prompt, prompt_file, ids, self.tokenizer, self.config.vocab_size, optional)
 
     def start(self, context: int = 1) -> None:
         """Divide the memory for sequences of `context` positions, start or join Ray, start the actors, load.
@@ -161,31 +153,44 @@ class Model:
         incremental: bool = True,
         ignore_eos: bool = False,
         on_token: Callable[[Token], None] = lambda token: None,
+        save_state: Path | str | None = None,
+        load_state: Path | str | None = None,
     ) -> Generation:
         """Generate greedily up to gen tokens and return them with what they cost.
 
         Exactly one of prompt (text, or its bytes), prompt_file (its bytes as they are) and ids, at most 32,768
         tokens; gen at most 4,096. incremental: keep the state between steps instead of running the whole sequence
         for each; the bits are the same. ignore_eos: go on after an end-of-message id. on_token: hears every token.
+        save_state: a file for the sequence and its state at the end (docs/state.md). load_state: such a file, whose
+        sequence goes on: the prompt comes after it, and may be left out.
         """
-        asked = {"gen": gen, "incremental": incremental, "ignore_eos": ignore_eos}
+        asked: dict[str, Any] = {"gen": gen, "incremental": incremental, "ignore_eos": ignore_eos}
+        asked |= {"load_state": load_state and str(load_state), "save_state": save_state and str(save_state)}
         check_gen(gen)
-        prompt_ids = self.prompt_ids(prompt, prompt_file, ids)
-        transcript = Transcript(prompt_ids)
-        self.partial = None
-        self.start(len(prompt_ids) + gen)
-        assert self._chain is not None
+        new_ids = self.prompt_ids(prompt, prompt_file, ids, optional=load_state is not None)
+        state = Continuation(self._checkpoint, load_state, save_state, self._say)
+        transcript = Transcript(state.whole_prompt(new_ids))
+        self.partial, self.saved = None, ""
+        state.check_room(len(transcript.prompt_ids) + gen)
+        self.start(len(transcript.prompt_ids) + gen)
+        assert self._chain is not None and self._driver is not None
         before = self._chain.counts()
-        try:
-            for token in self.stream(ids=prompt_ids, gen=gen, incremental=incremental, ignore_eos=ignore_eos):
-                transcript.add(token)
-                on_token(token)
-            damaged, io = self._chain.damaged_met(), self._chain.counts() - before
-        except (Failure, KeyboardInterrupt) as error:
-            if transcript.ids:
-                why = str(error) if isinstance(error, Failure) else "interrupted"
-                self.partial = self._report(transcript, asked, f"stopped: {why}", [], None)
-            raise
+        with state.begin(self._driver, transcript.prompt_ids, gen, incremental) as sequence:
+            try:
+                steps = sequence.steps(gen, () if ignore_eos else self.end_ids())
+                for token in decoded(steps, gen, self.tokenizer):
+                    transcript.add(token)
+                    on_token(token)
+                damaged, io = self._chain.damaged_met(), self._chain.counts() - before
+                state.save(self._driver, sequence)
+                self.saved = state.saved
+            except (Failure, KeyboardInterrupt) as error:
+                state.save_after(error, self._driver, sequence)
+                self.saved = state.saved
+                if transcript.ids:
+                    why = str(error) if isinstance(error, Failure) else "interrupted"
+                    self.partial = self._report(transcript, asked, f"stopped: {why}", [], None)
+                raise
         stop_reason = "end of message" if transcript.ended else "as many as asked"
         return self._report(transcript, asked, stop_reason, damaged, io)
 

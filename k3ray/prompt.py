@@ -37,6 +37,31 @@ def read_prompt_file(path: Path) -> bytes:
         raise PromptFailure(f"--prompt-file {path}: {error.strerror}; name a file that can be read") from None
 
 
+def choose_prompt(
+    prompt: str | bytes | None,
+    prompt_file: Path | str | None,
+    ids: Sequence[int] | None,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    optional: bool = False,
+) -> list[int]:
+    """Return the ids of exactly one of prompt, prompt_file and ids; optional: none of them is no ids."""
+    options = {"--prompt": prompt, "--prompt-file": prompt_file, "--ids": ids}
+    given = " and ".join(name for name, value in options.items() if value is not None)
+    if optional and not given:
+        return []
+    if given not in options:
+        raise PromptFailure(f"exactly one of {', '.join(options)} is needed, found {given or 'none'}")
+    if ids is not None:
+        found = list(ids)
+    elif prompt_file is not None:
+        found = require_tokenizer(tokenizer).encode(read_prompt_file(Path(prompt_file)))
+    else:
+        found = require_tokenizer(tokenizer).encode(prompt or "")
+    check_prompt(found, vocab_size)
+    return found
+
+
 def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
     """Refuse an empty or too long prompt and ids outside the model's vocabulary; nothing is cut or wrapped."""
     if not ids:

@@ -16,6 +16,7 @@ from k3ray.commands.terminal import say
 from k3ray.files import check_writable, make_folder, write_file
 from k3ray.prompt import check_gen, parse_ids
 from k3ray.report import Generation
+from k3ray.state_file import open_state
 from k3ray.workers.cache.trace import ExpertRequest, encode_trace
 from k3ray.workers.failure import Failure
 
@@ -45,12 +46,15 @@ class GenerateRequest:
     tape: Path | None
     mirror: tuple[Path, ...]
     wishes: tuple[tuple[str, str], ...]
+    load_state: Path | None
+    save_state: Path | None
 
 
 def run(request: GenerateRequest) -> None:
     """Check everything, start, stream, summarise, write; raises typer.Exit(4) when a damaged expert was used."""
     check_gen(request.gen)
-    for option, path in (("--out", request.out), ("--dump-logits", request.dump_logits)):
+    outputs = {"--out": request.out, "--dump-logits": request.dump_logits, "--save-state": request.save_state}
+    for option, path in outputs.items():
         if path is not None:
             check_writable(path, option)
     if request.dump_cache_trace is not None:
@@ -70,27 +74,32 @@ def run(request: GenerateRequest) -> None:
     )
     ids = parse_ids(request.ids) if request.ids is not None else None
     prompt = None if request.prompt is None else os.fsencode(request.prompt)  # the bytes that were typed
-    prompt_ids = model.prompt_ids(prompt, request.prompt_file, ids)
+    prompt_ids = model.prompt_ids(prompt, request.prompt_file, ids, optional=request.load_state is not None)
     try:
         with model:
             if request.dump_cache_trace is not None:
-                model.record_routing(len(prompt_ids) + request.gen)
+                saved = open_state(request.load_state).ids if request.load_state is not None else []
+                model.record_routing(len(saved) + len(prompt_ids) + request.gen)
             generation = model.generate(
-                ids=prompt_ids,
+                ids=prompt_ids or None,
                 gen=request.gen,
                 incremental=request.incremental,
                 ignore_eos=request.ignore_eos,
                 on_token=_show_text if model.tokenizer is not None else _show_id,
+                save_state=request.save_state,
+                load_state=request.load_state,
             )
             if request.dump_cache_trace is not None:
                 _write_trace(request.dump_cache_trace, model.recorded_routing())
     except (Failure, KeyboardInterrupt):
         if model.partial is not None:  # what came before is sound: keep it
             print(flush=True)
-            _write(request, model.partial)
+            _write(request, model.partial, model.saved)
+        elif model.saved:
+            say(model.saved)
         raise
     print(flush=True)
-    _write(request, generation)
+    _write(request, generation, model.saved)
     if generation.damaged_experts:
         experts = ", ".join(f"layer {layer} expert {expert}" for layer, expert in generation.damaged_experts)
         say(f"damaged: NaN scale bytes in {experts}; their groups counted as zero, so this text is not the model's. "
@@ -119,7 +128,7 @@ def _write_trace(folder: Path, requests: list[ExpertRequest]) -> None:
     say(f"wrote {folder}/expert_trace.bin and expert_hist.json; next: k3ray simulate-cache {folder}/expert_trace.bin")
 
 
-def _write(request: GenerateRequest, generation: Generation) -> None:
+def _write(request: GenerateRequest, generation: Generation, saved: str) -> None:
     if request.out is not None:
         text = json.dumps(generation.as_json(), indent=1, ensure_ascii=False)
         write_file(request.out, text.encode("utf-8", "surrogatepass") + b"\n")
@@ -127,5 +136,7 @@ def _write(request: GenerateRequest, generation: Generation) -> None:
     if request.dump_logits is not None:
         write_file(request.dump_logits, generation.first_logits.astype("<f4").tobytes())
         say(f"wrote {request.dump_logits}: {len(generation.first_logits)} float32")
+    if saved:
+        say(saved)
     say(generation.disk_line())
     say(generation.summary())

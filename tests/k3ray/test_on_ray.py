@@ -22,6 +22,7 @@ from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
 from k3ray.driver import Driver
 from k3ray.proof import logits_hash, trace
 from k3ray.selfcheck import EMBEDDED_LOGITS, GEN, prompt_ids
+from k3ray.state_file import open_state
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.in_process import start_in_process
 from k3ray.workers.loading import CheckpointSpec
@@ -156,6 +157,50 @@ def test_ctrl_c_leaves_nothing_but_what_was_generated(
     assert "interrupted" in errors and "Traceback" not in errors
     record = json.loads(out.read_text())
     assert record["stop_reason"] == "stopped: interrupted" and 0 < len(record["generated_ids"]) < 4000
+
+
+def test_a_state_saved_over_stages_and_shards_goes_on_in_one_process(
+    k3b_dir: Path, tmp_path: Path, clean_machine: dict[str, str]
+) -> None:
+    golden = read_golden(k3b_dir)
+    expected = golden.arrays["p2_greedy"].tolist()
+    state, out = tmp_path / "state", tmp_path / "run.json"
+    ids = ",".join(map(str, golden.ids(2)))
+    begin = ["--ids", ids, "--gen", "13", "--stages", "3", "--expert-shards", "2", "--save-state", str(state)]
+    found = generate([str(k3b_dir), *begin, "--ignore-eos"], clean_machine)
+    assert found.returncode == 0, found.stderr
+    assert f"saved: {state}, {len(golden.ids(2)) + 13} ids" in found.stderr
+    go_on = ["--load-state", str(state), "--save-state", str(state), "--gen", "19", "--out", str(out), "--ignore-eos"]
+    found = generate([str(k3b_dir), *go_on], clean_machine)
+    assert found.returncode == 0, found.stderr
+    record = json.loads(out.read_text())
+    assert record["generated_ids"] == expected[13:32] and record["full_ids"] == golden.ids(2) + expected[:32]
+    assert record["settings"]["load_state"] == str(state)
+    found = generate([str(k3b_dir), "--load-state", str(state), "--layers", "4"], clean_machine)
+    assert found.returncode == 2 and "give --layers 9" in found.stderr
+
+
+def test_ctrl_c_saves_a_state_that_goes_on(k3b_dir: Path, tmp_path: Path, clean_machine: dict[str, str]) -> None:
+    state, out = tmp_path / "state", tmp_path / "run.json"
+    options = ["--ids", "3,5,7", "--gen", "4000", "--ignore-eos", "--stages", "2", "--save-state", str(state)]
+    arguments = [*COMMAND, "generate", str(k3b_dir), *options]
+    process = subprocess.Popen(arguments, env=clean_machine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.read(4)  # tokens are coming
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and "need not be run again" in errors, errors
+    document = open_state(state).document
+    done = len(document.generated_ids)
+    assert document.prompt_ids == [3, 5, 7] and document.num_committed >= 3 + done - 1
+    with_state = generate(
+        [str(k3b_dir), "--load-state", str(state), "--gen", "3", "--ignore-eos", "--out", str(out)], clean_machine
+    )
+    assert with_state.returncode == 0, with_state.stderr
+    resumed = json.loads(out.read_text())["full_ids"]
+    whole = [str(k3b_dir), "--ids", "3,5,7", "--gen", str(done + 3), "--ignore-eos", "--out", str(out)]
+    assert generate(whole, clean_machine).returncode == 0
+    assert resumed == json.loads(out.read_text())["full_ids"]
 
 
 def test_the_python_api(monkeypatch: pytest.MonkeyPatch) -> None:

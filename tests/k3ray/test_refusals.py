@@ -57,6 +57,9 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     ([*FIRST, "--out", "/nowhere/run.json"], "--out /nowhere/run.json: the folder /nowhere does not exist"),
     ([*FIRST, "--dump-logits", "/proc"], "--dump-logits /proc: this is a folder"),
     ([*FIRST, "--tok", "/nowhere"], "--tok /nowhere"),
+    ([*FIRST, "--save-state", "/nowhere/state"], "--save-state /nowhere/state: the folder /nowhere does not exist"),
+    (["--load-state", "/nowhere"], "--load-state /nowhere: No such file"),
+    (["--load-state", "/proc/version"], "/proc/version: found another kind of file"),
     ([*FIRST, "--config", "/nowhere.json"], "/nowhere.json"),
     ([*FIRST, "--temperature", "1"], "--temperature"),
 ])  # fmt: skip
