@@ -321,6 +321,20 @@ def test_actors_in_a_joined_cluster_end_with_a_killed_driver(cluster: RunningClu
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("admitted")
+def test_an_actor_of_a_joined_cluster_is_bound_to_the_drivers_node(cluster: RunningCluster) -> None:
+    """A plan is for one host: an actor that Ray put on another would not find the checkpoint."""
+    done = cluster.place.run(
+        "import ray\n"
+        "from k3ray.cluster.ray_runtime import RaySettings, ray_runtime\n"
+        f"with ray_runtime(RaySettings('localhost:{cluster.port}', 2)) as runtime:\n"
+        "    strategy = runtime.actor_options(0, None, 'one')['scheduling_strategy']\n"
+        "    print(strategy.node_id == ray.get_runtime_context().get_node_id(), strategy.soft)\n"
+    )
+    assert done.stdout == "True False\n", done.stderr
+
+
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [("RAY_AUTH_TOKEN", "cd" * 32, "refuses the one that was found"), ("HOME", "/nowhere", "none was found")],
