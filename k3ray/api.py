@@ -79,7 +79,7 @@ def open_model(
     settings = Settings(stages, expert_shards, threads, num_layers)
     plan = make_plan(spec, stages, expert_shards, settings.threads, physical_cores())
     checkpoint = open_checkpoint(spec)
-    choice = choose_tape(checkpoint, Path(tape)) if tape is not None else None
+    choice = choose_tape(checkpoint, Path(tape), say) if tape is not None else None
     return Model(source, checkpoint, plan, settings, MemoryWish(choice, wishes, context), environment, say)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +33,13 @@ class MemoryWish:
     context: int | None
 
 
-def choose_tape(checkpoint: Checkpoint, folder: Path) -> TapeChoice:
-    """Open the tape and prove that it is this model's, for all layers; TapeError, WrongTape, DiskReadFailure."""
+def choose_tape(checkpoint: Checkpoint, folder: Path, say: Callable[[str], None] = lambda line: None) -> TapeChoice:
+    """Open the tape and prove that it is this model's, for all layers; TapeError, WrongTape, DiskReadFailure.
+
+    say: is told when the tape's disk refuses reads past the page cache.
+    """
     layers = range(checkpoint.binding.config.num_hidden_layers + 1)
-    with (tape := open_tape(folder, checkpoint.binding, checkpoint.reader, layers)).file:
+    with (tape := open_tape(folder, checkpoint.binding, checkpoint.reader, layers, say)).file:
         return TapeChoice(folder, tape.layout)
 
 
