@@ -72,14 +72,13 @@ def encode_piece(state: SequenceState, piece: StatePiece) -> pa.Buffer:
     metadata = {"format": FORMAT, **{name: str(value) for name, value in numbers.items()}}
     metadata |= {name: ",".join(map(str, values.shape)) for name, values in arrays.items()}
     schema = pa.schema([pa.field("values", pa.float32())], metadata=metadata)
-    sink = pa.BufferOutputStream()
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    with pa.ipc.new_stream(sink, schema) as writer:
-        for values in arrays.values():
-            writer.write_batch(pa.RecordBatch.from_arrays([pa.array(values.reshape(-1))], schema=schema))
-    stream = sink.getvalue()
-    digest.update(memoryview(stream))
-    return pa.py_buffer(b"".join((memoryview(stream), digest.digest())))
+    counted = pa.MockOutputStream()
+    _write_stream(counted, schema, arrays)
+    message = pa.allocate_buffer(counted.size() + DIGEST_BYTES)  # at its size at once: the only copy
+    _write_stream(pa.FixedSizeBufferWriter(message), schema, arrays)
+    view = memoryview(message).cast("B")
+    view[-DIGEST_BYTES:] = hashlib.blake2b(view[:-DIGEST_BYTES], digest_size=DIGEST_BYTES).digest()
+    return message
 
 
 class Restoring:
@@ -142,6 +141,12 @@ def _arrays(part: KdaState | MlaState, piece: StatePiece) -> Mapping[str, Float3
     if isinstance(part, MlaState):
         return {"cache": part.cache[piece.first : piece.stop]}
     return {"matrices": part.matrices, "tail_q": part.tail_q, "tail_k": part.tail_k, "tail_v": part.tail_v}
+
+
+def _write_stream(sink: pa.NativeFile, schema: pa.Schema, arrays: Mapping[str, Float32Array]) -> None:
+    with pa.ipc.new_stream(sink, schema) as writer:
+        for values in arrays.values():
+            writer.write_batch(pa.RecordBatch.from_arrays([pa.array(values.reshape(-1))], schema=schema))
 
 
 def _open(message: pa.Buffer) -> tuple[pa.RecordBatchReader, dict[str, str]]:
