@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from k3ray import cli_memory, cli_model
+from k3ray import cli_cluster, cli_memory, cli_model
 from k3ray.workers.failure import Failure
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ app.command(epilog="Example: k3ray devbw /models/kimi-k3")(cli_memory.devbw)
 app.command(epilog="Example: k3ray simulate-cache expert_trace.bin --capacity 8GB --capacity 64GB --plot hits.png")(
     cli_memory.simulate_cache
 )
+app.command(epilog="Example: k3ray nodes /models/kimi-k3 --roots roots.toml")(cli_cluster.nodes)
+app.command(epilog="Example: k3ray plan /models/kimi-k3 --cluster cluster.toml --out plan.json")(cli_cluster.plan)
 app.command(epilog="Example: k3ray selfcheck")(cli_model.selfcheck)
 app.command(hidden=True, epilog="Example: k3ray make-checkpoint /tmp/model --layers 8 --set hidden_size=2048")(
     cli_model.make_checkpoint

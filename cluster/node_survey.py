@@ -1,0 +1,76 @@
+"""Asks every node of the joined Ray cluster for its facts, in a task pinned to it; a silent node is a record too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from k3ray.cluster.node_facts import Inquiry, look
+from k3ray.cluster.ray_driver import reason_of
+from k3ray.cluster.roots_file import RootsMap
+from k3ray.cluster.strict_toml import TomlFailure
+from k3ray.cluster.topology import NodeFacts
+
+ANSWER_S = 120.0  # a node may have to build its index first
+
+
+def survey(
+    roots: RootsMap,
+    threads: int | None = None,
+    measure: bool = False,
+    answer_s: float = ANSWER_S,
+    refuse_unknown: Callable[[list[str]], TomlFailure] | None = None,
+) -> list[NodeFacts]:
+    """The facts of all living nodes, the driver's first, the others by name.
+
+    A node that cannot run the question (no k3ray, another Python) or does not answer in time has only a problem.
+    refuse_unknown: makes the failure for names of the roots file that no node has.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    nodes = sorted(
+        (node for node in ray.nodes() if node["Alive"]), key=lambda node: (node["NodeID"] != own, _key(node))
+    )
+    known = {text for node in nodes for text in (node["NodeManagerHostname"], node["NodeManagerAddress"])}
+    unknown = roots.unknown(known)
+    if unknown and refuse_unknown is not None:
+        raise refuse_unknown(unknown)
+    inquiries = [_inquiry(node, roots, own, threads, measure) for node in nodes]
+    asked = [
+        ray.remote(look)
+        .options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=inquiry.node_id, soft=False),
+        )
+        .remote(inquiry)
+        for inquiry in inquiries
+    ]
+    ray.wait(asked, num_returns=len(asked), timeout=answer_s)
+    return [_answer(inquiry, ref, answer_s) for inquiry, ref in zip(inquiries, asked, strict=True)]
+
+
+def _inquiry(node: dict[str, Any], roots: RootsMap, own: str, threads: int | None, measure: bool) -> Inquiry:
+    name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
+    here = node["NodeID"] == own
+    return Inquiry(node["NodeID"], name, address, roots.of(name, address), here, threads if here else None, measure)
+
+
+def _answer(inquiry: Inquiry, ref: Any, answer_s: float) -> NodeFacts:
+    try:
+        facts: NodeFacts = ray.get(ref, timeout=0)
+        return facts
+    except ray.exceptions.GetTimeoutError:
+        with suppress(ray.exceptions.RayError):
+            ray.cancel(ref, force=True)
+        problem = f"did not answer in {answer_s:g} s: is it overloaded, or its disk gone?"
+    except ray.exceptions.RayError as error:
+        problem = f"could not answer ({reason_of(error)}): install the same k3ray, Python and Ray there"
+    return NodeFacts(inquiry.node_id, inquiry.name, inquiry.address, driver=inquiry.driver, problem=problem)
+
+
+def _key(node: dict[str, Any]) -> tuple[str, str]:
+    return node["NodeManagerHostname"], node["NodeManagerAddress"]

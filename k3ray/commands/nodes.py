@@ -1,0 +1,95 @@
+"""k3ray nodes: every node of the cluster in one table, what it has and why it would be left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from rich.table import Table
+
+from k3ray.cluster.budget_plan import gigabytes
+from k3ray.cluster.topology import COMPARED_VERSIONS, NodeFacts, NodeSpeeds, Verdict
+from k3ray.commands.budget import wide_console
+from k3ray.commands.terminal import say
+from k3ray.environment import read_environment
+from k3ray.model_source import find_model
+from k3ray.nodes import find_nodes
+
+
+def run(model_dir: Path | None, tape: Path | None, roots: Path | None, measure: bool, as_json: bool) -> None:
+    """Ask every node and compare; raises typer.Exit(1) where a node is left out, since a run should not surprise."""
+    environment = read_environment()
+    source = find_model(model_dir, None, environment)
+    say(source.describe())
+    if measure:
+        say("measuring memory and disks of every node for about five seconds")
+    nodes = find_nodes(environment, source.model_dir, tape, roots, measure)
+    say(nodes.described)
+    if as_json:
+        records = [{**asdict(one.node), "usable": one.usable, "reasons": one.reasons} for one in nodes.verdicts]
+        print(json.dumps({"nodes": records}, indent=1))
+    else:
+        print_nodes(nodes.verdicts)
+    left_out = [one for one in nodes.verdicts if not one.usable]
+    memory = gigabytes(sum(node.available_bytes for node in nodes.usable))
+    if left_out:
+        say(
+            f"{len(nodes.usable)} of {len(nodes.verdicts)} nodes can take part, with {memory}; left out: "
+            f"{', '.join(one.node.name for one in left_out)}; the reasons are above"
+        )
+        raise typer.Exit(1)
+    say(f"all {len(nodes.usable)} nodes can take part, with {memory}; next: k3ray plan {source.model_dir}")
+
+
+def print_nodes(verdicts: Sequence[Verdict]) -> None:
+    """The table, and under it the reasons in full."""
+    console = wide_console()
+    console.print(nodes_table(verdicts))
+    for one in verdicts:
+        for reason in one.reasons:
+            console.print(f"{one.node.name}: left out: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def nodes_table(verdicts: Sequence[Verdict]) -> Table:
+    """A row a node."""
+    table = Table("node", "", "cores", "memory nodes", "memory, by", "GB/s: memory, disk", "versions", "model", "tape")
+    for one in verdicts:
+        node, level = one.node, "[green]ok[/]" if one.usable else "[red]left out[/]"
+        name = f"{node.name} (here)" if node.driver else node.name
+        if node.problem:
+            table.add_row(name, level, *[""] * 7)
+            continue
+        table.add_row(
+            name,
+            level,
+            f"{len(node.cores)} of {node.cpus}",
+            ", ".join(f"{len(place.cores)} cores" for place in node.numa),
+            f"{gigabytes(node.available_bytes)}, {node.decided_by}",
+            speeds_text(node.speeds),
+            " ".join(f"{name} {dict(node.versions).get(name, 'missing')}" for name in COMPARED_VERSIONS),
+            "; ".join(_model_text(node)) or "none",
+            "; ".join(f"{tape.path}: {'no' if tape.problem else tape.fingerprint[:8]}" for tape in node.tapes)
+            or "none",
+        )
+    return table
+
+
+def speeds_text(speeds: NodeSpeeds) -> str:
+    """What was measured, with its date."""
+    known = [rate for rate in (speeds.read, speeds.disk_experts, speeds.disk_chunks) if rate is not None]
+    if not known:
+        return "not measured: --measure"
+    texts = [f"{rate / 1e9:.1f}" if rate else "?" for rate in (speeds.read, speeds.disk_chunks or speeds.disk_experts)]
+    return f"{', '.join(texts)} ({speeds.measured})"
+
+
+def _model_text(node: NodeFacts) -> list[str]:
+    """Every copy: its fingerprint if it is whole, how many layers if not."""
+    found = []
+    for copy in node.models:
+        what = "no" if copy.problem else copy.fingerprint[:8] if copy.whole else f"{len(copy.layers)} layers"
+        found.append(f"{copy.path}: {what}")
+    return found

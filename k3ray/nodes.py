@@ -1,0 +1,67 @@
+"""The nodes that a command can use: those of the Ray cluster that is given or announced, or this machine alone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3ray.cluster.node_facts import Inquiry, look
+from k3ray.cluster.node_survey import survey
+from k3ray.cluster.ray_join import announced_address
+from k3ray.cluster.ray_runtime import LOCAL, RaySettings, ray_runtime
+from k3ray.cluster.roots_file import Roots, RootsMap, read_roots
+from k3ray.cluster.strict_toml import TomlFailure
+from k3ray.cluster.topology import NodeFacts, Verdict, compare_nodes
+from k3ray.environment import Environment
+from k3ray.workers.actors import versions
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """All nodes, judged; described: where they were found."""
+
+    verdicts: tuple[Verdict, ...]
+    described: str
+
+    @property
+    def usable(self) -> list[NodeFacts]:
+        """The nodes that take part."""
+        return [verdict.node for verdict in self.verdicts if verdict.usable]
+
+
+def find_nodes(
+    environment: Environment, model_dir: Path, tape: Path | None, roots_file: Path | None, measure: bool
+) -> Nodes:
+    """Ask every node, and compare. model_dir, tape: where every node has them that the roots file does not name.
+
+    Raises TomlFailure or RayFailure.
+    """
+    here = Roots((str(model_dir.resolve()),), () if tape is None else (str(tape.resolve()),))
+    roots = RootsMap((), here) if roots_file is None else read_roots(roots_file, here)
+    address = environment.ray_address if environment.ray_address not in (None, "", "auto") else announced_address()
+    if address is None or address == LOCAL:
+        facts, described = [_look_here(roots, roots_file, environment, measure)], "this machine; no cluster is joined"
+    else:
+        with ray_runtime(RaySettings(address)) as runtime:
+            facts = survey(roots, environment.threads, measure, refuse_unknown=_refusal(roots_file))
+            described = runtime.describe()
+    return Nodes(tuple(compare_nodes(facts, versions())), described)
+
+
+def _look_here(roots: RootsMap, path: Path | None, environment: Environment, measure: bool) -> NodeFacts:
+    """This machine, by its host name."""
+    name = socket.gethostname()
+    unknown = roots.unknown({name})
+    if unknown:
+        raise _refusal(path)(unknown)
+    return look(Inquiry("local", name, "", roots.of(name, ""), True, environment.threads, measure))
+
+
+def _refusal(path: Path | None) -> Callable[[list[str]], TomlFailure]:
+    def refuse(names: list[str]) -> TomlFailure:
+        expected = "names or addresses of nodes, as `k3ray nodes` shows them"
+        return TomlFailure(path or Path("roots"), "node", ", ".join(names), expected)
+
+    return refuse
