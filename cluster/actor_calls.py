@@ -70,6 +70,10 @@ class Actors(Protocol):
         """Put a new process in an actor's place and begin to load it; returns the load's ticket."""
         ...
 
+    def relink(self, shard: int) -> None:
+        """Have every stage ask a shard's new process, which has loaded, also for what the lost one owes."""
+        ...
+
 
 def all_actors(actors: Actors) -> list[ActorId]:
     """Return every place of the plan."""

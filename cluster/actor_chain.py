@@ -156,15 +156,23 @@ class ActorChain:
         ray.kill(self._handle(actor))
 
     def start(self, actor: ActorId) -> Any:
-        """Put a new process in an actor's place and begin to load it, links included; returns the load's ref."""
+        """Put a new process in an actor's place and begin to load it; returns the load's ref."""
         self.kill(actor)
         self._generations[actor] += 1
         handles = self._all_shards if actor.kind == "shard" else self._all_stages
         handles[actor.number] = self._new(actor)
-        loading = self._load(actor)
-        if actor.kind == "shard":
-            self._relink(actor)
-        return loading
+        return self._load(actor)
+
+    def relink(self, shard: int) -> None:
+        """Have every stage ask a shard's new process, which has loaded: calls of others do not wait for its load.
+
+        Told aside, as a stage may wait for this shard, and in order, as it may be loading with the old one.
+        """
+        actor = ActorId("shard", shard)
+        link = shard, self._generations[actor], self._handle(actor)
+        for stage in range(self.num_stages):
+            self.call_aside(ActorId("stage", stage), "relink", *link)
+            self.call(ActorId("stage", stage), "relink", *link)
 
     def _new(self, actor: ActorId) -> Any:
         kind = ExpertShardActor if actor.kind == "shard" else LayerStageActor
@@ -180,17 +188,6 @@ class ActorChain:
         if actor.kind == "shard":
             return self._handle(actor).load.remote(self._loaded_plan.shards[actor.number])
         return self._handle(actor).load.remote(self._loaded_plan.stages[actor.number], self._shards)
-
-    def _relink(self, shard: ActorId) -> None:
-        """Tell every stage: aside, as it may wait for this shard; in order, as it may be loading with the old one."""
-        link = shard.number, self._generations[shard], self._handle(shard)
-        for stage in range(self.num_stages):
-            self.call_aside(ActorId("stage", stage), "relink", *link)
-            self.call(ActorId("stage", stage), "relink", *link)
-
-    def _on_every_stage(self, refs: Sequence[Any]) -> None:
-        for ref in refs:
-            _answer(ref)
 
 
 def _answer(ref: Any) -> Any:

@@ -67,7 +67,7 @@ class Replacing:
         return lost - shards
 
     def replace_shards(self, lost: set[ActorId]) -> None:
-        """Put new processes in the place of shards; the stages are linked to them as they start."""
+        """Put new processes in the place of shards."""
         started, named = time.monotonic(), list[ActorId]()
         while lost:
             named += sorted(lost)
@@ -95,6 +95,8 @@ class Replacing:
         try:
             report = self.result_of(actor, ticket)
             self._watch.answered(actor)
+            if actor.kind == "shard":
+                self._actors.relink(actor.number)
             self._replaced(actor, report)
         finally:
             self._starting.discard(actor)

@@ -196,10 +196,11 @@ class FakeActors:
         self.kill(actor)
         self.generations[actor] += 1
         process = self.processes[actor] = Process(self, actor)
-        loading = process.call("load", ())
-        if actor.kind == "shard":
-            for number in range(self.num_stages):
-                arguments = "relink", actor.number, self.generations[actor], process
-                self.call_aside(ActorId("stage", number), *arguments)
-                self.call(ActorId("stage", number), *arguments)
-        return loading
+        return process.call("load", ())
+
+    def relink(self, shard: int) -> None:
+        actor = ActorId("shard", shard)
+        for number in range(self.num_stages):
+            arguments = "relink", shard, self.generations[actor], self.processes[actor]
+            self.call_aside(ActorId("stage", number), *arguments)
+            self.call(ActorId("stage", number), *arguments)
