@@ -80,9 +80,9 @@ def sensitivity(passes: Sequence[Pass]) -> None:
         changed[f"long pace {long}"] = replace(base, paces=(*base.paces[:2], long))
     for weight in (0.0, 0.5, 0.75, 1.0):
         changed[f"last weight {weight}"] = replace(base, last_weight=weight)
-    for lead in (1.0, 3.0, 4.0):
+    for lead in (1.0, 1.5, 3.0):
         changed[f"lead {lead}"] = replace(base, lead=lead)
-    for window in (250, 500, 2000, 4000):
+    for window in (5, 10, 40, 80):
         changed[f"window {window}"] = replace(base, window=window)
     for view in range(1, len(base.views)):
         changed[f"without view {base.views[view]}"] = replace(base, views=base.views[:view] + base.views[view + 1 :])

@@ -191,6 +191,18 @@ def test_values_are_shares_of_the_requests() -> None:
     assert before == pytest.approx(0.25 * (0.5 * 0.5 + 0.1 * 0.9))
 
 
+def test_one_odd_token_proves_nothing_however_many_layers_it_has() -> None:
+    estimate = ReuseEstimate(ReuseMemory(paces=(0.0, 0.99), views=((1, 0), (0, 1))))
+    odd_ones = 0
+    for step in range(12):
+        odd = step in (6, 9)  # only the long memory can foresee these
+        for layer in range(50):
+            estimate.observe(layer, [0] if odd or step < 3 else [1 + step], 1)
+        odd_ones += odd
+        assert estimate.leader == 0, step
+    assert odd_ones == 2
+
+
 def test_the_past_that_views_are_judged_by_fades() -> None:
     """After 3,000 requests that a long memory foresees, 500 that only a short one foresees change the leader."""
     estimate = ReuseEstimate(ReuseMemory(paces=(0.0, 0.99), views=((1, 0), (0, 1)), window=100))

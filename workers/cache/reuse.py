@@ -21,15 +21,15 @@ class ReuseMemory:
     paces: what a request still counts for after each later request of its layer; 0.98 is a memory of 50 tokens.
     views: each a weighted sum of the paces; the first one leads until another does better.
     last_weight: what the last expert of a request counts for, where the first, best scored one counts 1.
-    lead: a view takes over when it is ahead by so many standard deviations: roots of how often the two disagreed.
-    window: over how many requests of all layers together successes are counted.
+    lead: a view takes over when it is ahead by so many standard deviations of its distance to the leader in a round.
+    window: over how many rounds, each one token in all layers, successes are counted.
     """
 
     paces: tuple[float, ...] = (0.2, 0.9, 0.98)
     views: tuple[tuple[float, ...], ...] = ((1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 0, 1))
     last_weight: float = 0.25
     lead: float = 2.0
-    window: int = 1000
+    window: int = 20
 
 
 @dataclass(slots=True)
@@ -48,9 +48,11 @@ class ReuseEstimate:
         self._memory = memory
         self._paces = np.array(memory.paces)[:, None]  # (paces, 1)
         self._views = np.array(memory.views, np.float64)  # (views, paces)
-        self._successes = np.zeros(len(self._views))
-        self._disagreements = np.zeros((len(self._views), len(self._views)))
         self._layers: dict[int, _LayerPast] = {}
+        self._layers_of_round: set[int] = set()
+        self._successes_of_round = np.zeros(len(self._views))
+        self._successes = np.zeros(len(self._views))
+        self._square_distances = np.zeros((len(self._views), len(self._views)))
         self.leader = 0
 
     def values(self, layer: int, experts: Sequence[int]) -> list[float]:
@@ -60,9 +62,13 @@ class ReuseEstimate:
 
     def observe(self, layer: int, experts: Sequence[int], favourites: int) -> None:
         """Take in a request. favourites: how many experts of a layer a view would keep, to be judged by."""
+        if layer in self._layers_of_round:
+            self._end_round()
+        self._layers_of_round.add(layer)
         chosen = np.fromiter(experts, np.intp, len(experts))
         past = self._past(layer, int(chosen.max(initial=0)) + 1)
-        self._judge(past, chosen)
+        values = past.values[:, chosen]
+        self._successes_of_round += ((values > 0) & (values >= past.bars[:, None])).sum(axis=1)
         weights = np.linspace(1.0, self._memory.last_weight, len(chosen))
         past.rates *= self._paces
         past.rates[:, chosen] += (1.0 - self._paces) * weights
@@ -70,16 +76,18 @@ class ReuseEstimate:
         bar = max(past.values.shape[1] - favourites, 0)
         past.bars = np.partition(past.values, bar, axis=1)[:, bar].copy()
 
-    def _judge(self, past: _LayerPast, chosen: npt.NDArray[np.intp]) -> None:
-        values = past.values[:, chosen]
-        right = (values > 0) & (values >= past.bars[:, None])  # (views, chosen)
+    def _end_round(self) -> None:
+        """Judge the views. A token is the unit: what is odd about it shows in all layers, and proves nothing twice."""
+        found = self._successes_of_round
         fading = 1.0 - 1.0 / self._memory.window
-        self._successes = fading * self._successes + right.sum(axis=1)
-        self._disagreements = fading * self._disagreements + (right[:, None] != right).sum(axis=2)
+        self._successes = fading * self._successes + found
+        self._square_distances = fading * self._square_distances + (found[:, None] - found) ** 2
         best = int(np.argmax(self._successes))
         ahead = self._successes[best] - self._successes[self.leader]
-        if ahead > self._memory.lead * np.sqrt(self._disagreements[best, self.leader]):
+        if ahead > self._memory.lead * np.sqrt(self._square_distances[best, self.leader]):
             self.leader = best
+        self._successes_of_round = np.zeros(len(self._views))
+        self._layers_of_round.clear()
 
     def _past(self, layer: int, num_experts: int) -> _LayerPast:
         past = self._layers.get(layer)
