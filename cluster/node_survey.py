@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,7 +39,8 @@ def survey(
     unknown = roots.unknown(known)
     if unknown and refuse_unknown is not None:
         raise refuse_unknown(unknown)
-    inquiries = [_inquiry(node, roots, own, threads, measure) for node in nodes]
+    shown = names_of([_key(node) for node in nodes])
+    inquiries = [_inquiry(node, name, roots, own, threads, measure) for node, name in zip(nodes, shown, strict=True)]
     asked = [
         ray.remote(look)
         .options(
@@ -53,10 +55,13 @@ def survey(
     return [_answer(inquiry, ref, answer_s) for inquiry, ref in zip(inquiries, asked, strict=True)]
 
 
-def _inquiry(node: dict[str, Any], roots: RootsMap, own: str, threads: int | None, measure: bool) -> Inquiry:
+def _inquiry(
+    node: dict[str, Any], shown: str, roots: RootsMap, own: str, threads: int | None, measure: bool
+) -> Inquiry:
     name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
+    folders = roots.of(name, address)
     here = node["NodeID"] == own
-    return Inquiry(node["NodeID"], name, address, roots.of(name, address), here, threads if here else None, measure)
+    return Inquiry(node["NodeID"], shown, address, folders, here, threads if here else None, measure)
 
 
 def _answer(inquiry: Inquiry, ref: Any, answer_s: float) -> NodeFacts:
@@ -70,6 +75,19 @@ def _answer(inquiry: Inquiry, ref: Any, answer_s: float) -> NodeFacts:
     except ray.exceptions.RayError as error:
         problem = f"could not answer ({reason_of(error)}): install the same k3ray, Python and Ray there"
     return NodeFacts(inquiry.node_id, inquiry.name, inquiry.address, driver=inquiry.driver, problem=problem)
+
+
+def names_of(nodes: Sequence[tuple[str, str]]) -> list[str]:
+    """What the nodes (host name, address) are called: hosts of one name have their address with it, and a number where
+    even that is the same.
+    """
+    hosts = Counter(host for host, _ in nodes)
+    named = [host if hosts[host] == 1 else f"{host} {address}" for host, address in nodes]
+    whole, met = Counter(named), Counter[str]()
+    for place, name in enumerate(named):
+        met[name] += 1
+        named[place] = name if whole[name] == 1 else f"{name} #{met[name]}"
+    return named
 
 
 def _key(node: dict[str, Any]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import pytest
 from k3ray.cluster import devices, node_speeds
 from k3ray.cluster.devices import CHUNK, EXPERT, MemorySpeed
 from k3ray.cluster.node_facts import Inquiry, look, look_at_model, look_at_tape, numa_nodes
-from k3ray.cluster.node_survey import survey
+from k3ray.cluster.node_survey import names_of, survey
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
 from k3ray.cluster.roots_file import Roots, RootsMap
 from k3ray.cluster.strict_toml import TomlFailure
@@ -182,8 +182,14 @@ def test_speeds_are_kept_with_their_day(tmp_path: Path, monkeypatch: pytest.Monk
             file.write_text(text)
         assert node_speeds.node_speeds(*arguments, measure=False, folder=kept) == before
     (model / "weights").write_bytes(b"short")
+    monkeypatch.setattr(node_speeds, "speeds_folder", lambda: None)  # no cache anywhere
     nothing = node_speeds.node_speeds(*arguments, measure=True, folder=None)
     assert nothing.disk_experts is None and nothing.read == 2e10
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    nodes = [("a", "1"), ("b", "2"), ("b", "3"), ("c", "4"), ("c", "4")]
+    assert names_of(nodes) == ["a", "b 2", "b 3", "c 4 #1", "c 4 #2"]
 
 
 @pytest.mark.ray
