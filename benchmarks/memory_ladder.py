@@ -14,7 +14,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median, pstdev
 
@@ -35,9 +35,9 @@ def climb(arguments: argparse.Namespace, model: Path, tape: Path) -> list[Run]:
     """Run every rung `repeats` times, in turn."""
     runs = []
     with tempfile.TemporaryDirectory(prefix="memory-ladder-") as folder:
-        for _ in range(arguments.repeats):
+        for turn in range(arguments.repeats):
             for rung in rungs(arguments.budgets):
-                run = run_rung(model, tape, rung, arguments.gen, Path(folder), arguments.cgroup)
+                run = run_rung(model, tape, rung, turn, arguments.gen, Path(folder), arguments.cgroup)
                 print(f"{rung.name:8s} {run.step:.2f} s/token, load {run.load:.1f}", file=sys.stderr)
                 runs.append(run)
     return runs
@@ -49,15 +49,16 @@ def by_rung(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return {name: [run for run in runs if run.rung.name == name] for name in names}
 
 
-def compute_seconds(runs: Sequence[Run]) -> float | None:
-    """The median step of the runs that read no trunk; None when there was none."""
-    resident = [run.step for run in runs if not run.streams]
-    return median(resident) if resident else None
+def compute_seconds(runs: Sequence[Run]) -> dict[int, float]:
+    """The median step of the run that reads no trunk, by turn; empty when there is none."""
+    return {run.turn: run.step for run in runs if not run.streams}
 
 
-def overlap_ratio(runs: Sequence[Run], compute_s: float) -> float:
-    """The median of step / max(read, compute) over the runs of one rung; the disk's speed is each run's own."""
-    return median(run.step / max(run.read_seconds, compute_s) for run in runs)
+def overlap_ratio(runs: Sequence[Run], compute_s: Mapping[int, float]) -> float:
+    """The median of step / max(read, compute) over the runs of one rung: the disk's speed measured just before each
+    run, the arithmetic's in the same turn.
+    """
+    return median(run.step / max(run.read_seconds, compute_s[run.turn]) for run in runs)
 
 
 def broken_claims(runs: Sequence[Run]) -> list[str]:
@@ -67,7 +68,7 @@ def broken_claims(runs: Sequence[Run]) -> list[str]:
     if len(digests) > 1:
         broken.append(f"{len(digests)} different results: {', '.join(sorted(digest[:16] for digest in digests))}")
     compute_s = compute_seconds(runs)
-    if compute_s is None:
+    if not compute_s:
         return [*broken, "no budget held the whole trunk, so the overlap cannot be judged: add a larger one"]
     for name, of_rung in by_rung(runs).items():
         if of_rung[0].streams and (ratio := overlap_ratio(of_rung, compute_s)) > OVERLAP:
@@ -82,13 +83,12 @@ def print_table(runs: Sequence[Run]) -> None:
           f"{'trunk':>6s} {'experts':>7s} {'hits':>5s} {'I/O':>4s} {'read s':>6s} {'ratio':>5s}")  # fmt: skip
     for name, of_rung in by_rung(runs).items():
         steps, last = [step for run in of_rung for step in run.steps], of_rung[-1]
-        streams = last.streams and compute_s is not None
         print(
             f"{name:8s} {last.plan.total_bytes / 1e9:6.2f} {max(run.peak_bytes for run in of_rung) / 1e9:6.2f}  "
             f"{mean(steps):12.2f} {pstdev(steps):5.2f} {median(steps):6.2f} {last.trunk_bytes / 1e9:6.2f} "
             f"{mean(run.expert_bytes for run in of_rung) / 1e9:7.2f} {last.hit_rate:5.0%} "
             f"{mean(run.io_share for run in of_rung):4.0%} {median(run.read_seconds for run in of_rung):6.2f} "
-            + (f"{overlap_ratio(of_rung, compute_s):5.2f}" if streams and compute_s is not None else "    -")
+            + (f"{overlap_ratio(of_rung, compute_s):5.2f}" if last.streams and compute_s else "    -")
         )
     rates = [(run.rates.chunks / 1e9, run.rates.experts / 1e9) for run in runs]
     chunks, experts = zip(*rates, strict=True)
@@ -110,8 +110,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     spread = [[abs(edge(found) - half) for found, half in zip(steps, middle, strict=True)] for edge in (min, max)]
     axes.errorbar(planned, middle, yerr=spread, fmt="o-", capsize=3, label="measured: median, least, most")
     axes.plot(planned, [median(run.read_seconds for run in found) for found in groups], "s--", label="reading alone")
-    if (compute_s := compute_seconds(runs)) is not None:
-        axes.axhline(compute_s, linestyle=":", color="gray", label="computing alone")
+    if compute_s := compute_seconds(runs):
+        axes.axhline(median(compute_s.values()), linestyle=":", color="gray", label="computing alone")
     axes.set(xlabel="planned memory of all processes, GB", ylabel="seconds a token", ylim=(0, None), xlim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -50,6 +50,7 @@ def _row(run: Run) -> dict[str, object]:
     return {
         "load": round(run.load, 2),
         "memory": run.rung.name,
+        "turn": run.turn,
         "hard_limit": "yes" if run.limited else "no",
         "s_per_token": round(mean(run.steps), 3),
         "s_deviation": round(pstdev(run.steps), 3),

@@ -53,11 +53,12 @@ class DiskRates:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run. steps: seconds of every token but the first, which proves the tape's checksums. digest: of the first
-    logits and of all ids. *_bytes of trunk and experts: a token.
+    """One run. turn: which of the repeats. steps: seconds of every token but the first, which proves the tape's
+    checksums. digest: of the first logits and of all ids. *_bytes of trunk and experts: a token.
     """
 
     rung: Rung
+    turn: int
     plan: BudgetPlan
     rates: DiskRates
     load: float
@@ -121,7 +122,7 @@ def measure_rates(model: Path, tape: Path) -> DiskRates:
     return DiskRates(best[CHUNK], best[EXPERT])
 
 
-def run_rung(model: Path, tape: Path, rung: Rung, gen: int, folder: Path, cgroup: Path | None) -> Run:
+def run_rung(model: Path, tape: Path, rung: Rung, turn: int, gen: int, folder: Path, cgroup: Path | None) -> Run:
     """Run the command once, under a hard limit where a cgroup is named; exits with its output when it fails."""
     plan, rates, load = plan_of(model, tape, rung, gen), measure_rates(model, tape), os.getloadavg()[0]
     out, logits = folder / "run.json", folder / "logits"
@@ -134,7 +135,7 @@ def run_rung(model: Path, tape: Path, rung: Rung, gen: int, folder: Path, cgroup
     if report["planned_memory"] != plan.parts():
         sys.exit(f"{rung.name}: the command planned {report['planned_memory']}, expected {plan.parts()}")
     digest = hashlib.sha256(logits.read_bytes() + json.dumps(report["generated_ids"]).encode()).hexdigest()
-    return _run_of(report, rung, plan, rates, load, group is not None, digest)
+    return _run_of(report, rung, turn, plan, rates, load, group is not None, digest)
 
 
 def _execute(command: Sequence[str], group: LimitedGroup | None) -> None:
@@ -147,11 +148,19 @@ def _execute(command: Sequence[str], group: LimitedGroup | None) -> None:
 
 
 def _run_of(
-    report: dict[str, Any], rung: Rung, plan: BudgetPlan, rates: DiskRates, load: float, limited: bool, digest: str
+    report: dict[str, Any],
+    rung: Rung,
+    turn: int,
+    plan: BudgetPlan,
+    rates: DiskRates,
+    load: float,
+    limited: bool,
+    digest: str,
 ) -> Run:
     tokens, io = len(report["generated_ids"]), report["io"]
     return Run(
         rung=rung,
+        turn=turn,
         plan=plan,
         rates=rates,
         load=load,

@@ -34,9 +34,9 @@ def sweep(arguments: argparse.Namespace, model: Path, tape: Path) -> list[Run]:
     """Run every split `repeats` times, in turn."""
     runs = []
     with tempfile.TemporaryDirectory(prefix="split-sweep-") as folder:
-        for _ in range(arguments.repeats):
+        for turn in range(arguments.repeats):
             for rung in splits(arguments.total, arguments.caches):
-                run = run_rung(model, tape, rung, arguments.gen, Path(folder), arguments.cgroup)
+                run = run_rung(model, tape, rung, turn, arguments.gen, Path(folder), arguments.cgroup)
                 print(f"{rung.name} {run.step:.2f} s/token, load {run.load:.1f}", file=sys.stderr)
                 runs.append(run)
     return runs
