@@ -189,6 +189,10 @@ class ActorChain:
             return self._handle(actor).load.remote(self._loaded_plan.shards[actor.number])
         return self._handle(actor).load.remote(self._loaded_plan.stages[actor.number], self._shards)
 
+    def _on_every_stage(self, refs: Sequence[Any]) -> None:
+        for ref in refs:
+            _answer(ref)
+
 
 def _answer(ref: Any) -> Any:
     try:
