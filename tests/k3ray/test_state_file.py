@@ -41,6 +41,14 @@ def saved_bytes(place: Place, tmp_path_factory: pytest.TempPathFactory) -> bytes
     return path.read_bytes()
 
 
+def test_one_changed_value_is_refused(saved: Path) -> None:
+    contents = bytearray(saved.read_bytes())
+    contents[open_state(saved).document.pieces[0].nbytes // 2] ^= 1
+    saved.write_bytes(contents)
+    with pytest.raises(StateDamaged, match="the saved state of layer 0 was changed"):
+        open_state(saved)
+
+
 @settings(max_examples=120)
 @given(data=st.data())
 def test_every_changed_byte_and_every_cut_is_refused(

@@ -155,6 +155,14 @@ def test_pieces_cover_the_rows_that_are_used_and_no_others(config: ModelConfig, 
         assert arrays(found, layer)[0][:position].tobytes() == arrays(state, layer)[0][:position].tobytes()
 
 
+def test_one_changed_value_is_refused(config: ModelConfig) -> None:
+    state = filled(config, 4, 3)
+    message = bytearray(memoryview(encode_piece(state, pieces_of(state)[0])))
+    message[len(message) // 2] ^= 1
+    with pytest.raises(SnapshotDamaged, match="cut or changed"):
+        Restoring(config, range(config.num_hidden_layers), 4).add(pa.py_buffer(bytes(message)))
+
+
 @settings(max_examples=150)
 @given(data=st.data())
 def test_a_changed_or_cut_piece_is_refused(k3b_dir: Path, data: st.DataObject) -> None:
