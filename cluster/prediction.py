@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import factorial, sqrt
-
-import numpy as np
+from math import sqrt
 
 from k3ray.cluster import memory_parts
 from k3ray.cluster.budget_plan import ActorBudget
@@ -20,6 +17,7 @@ from k3ray.cluster.expert_shares import ExpertGroup
 from k3ray.cluster.layer_cuts import Division
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import Seat
+from k3ray.cluster.slowest_shard import expected_longest
 from k3ray.workers.expert_reader import expert_slot_bytes
 from k3ray.workers.model.config import ModelConfig
 
@@ -143,29 +141,6 @@ def stage_thread_share(costs: LayerCosts, seats: Sequence[Seat], num_shards: int
     asked = expected_longest(even, config.num_experts_per_token) * len(config.moe_layers)
     experts = ratio * asked * memory_parts.expert_bytes(config)
     return sqrt(trunk) / (sqrt(trunk) + sqrt(experts))
-
-
-@lru_cache(maxsize=1024)
-def expected_longest(parts: tuple[tuple[float, float], ...], draws: int) -> float:
-    """The expected time of the slowest of several that work at once on `draws` pieces dealt out at random.
-
-    parts: (its share of the pieces, its seconds for one). Exact: P(none longer than t) is draws! times a coefficient
-    of the product of the truncated exponential series of the shares; the expectation sums over the times t can be.
-    """
-    times = sorted({count * seconds for _, seconds in parts for count in range(draws + 1)})
-    expected, before = 0.0, 0.0
-    for place, time in enumerate(times):
-        most = [draws if not seconds else min(draws, round(time / seconds * (1 + 1e-12) - 0.5 + 1e-9))
-                for _, seconds in parts]  # fmt: skip
-        series = np.array([1.0])
-        for (share, _), count in zip(parts, most, strict=True):
-            terms = np.array([share**power / factorial(power) for power in range(count + 1)])
-            series = np.convolve(series, terms)[: draws + 1]
-        within = float(series[draws]) * factorial(draws) if len(series) > draws else 0.0
-        within = 1.0 if place == len(times) - 1 else min(1.0, within)
-        expected += time * (within - before)
-        before = within
-    return expected
 
 
 def _missing_bytes(config: ModelConfig, owners: Sequence[ActorShare]) -> int:

@@ -21,9 +21,10 @@ from k3ray.cluster.layer_cuts import SeatDivider, SeatUse, cut_layers
 from k3ray.cluster.machine import MemoryLimits
 from k3ray.cluster.memory_parts import frame_bytes
 from k3ray.cluster.placement import Placement, place
-from k3ray.cluster.prediction import DISK, KERNELS, expected_longest
+from k3ray.cluster.prediction import DISK, KERNELS
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure, make_seats
+from k3ray.cluster.slowest_shard import expected_longest
 from k3ray.cluster.topology import NodeFacts, NodeSpeeds
 from k3ray.cluster.trunk_dial import trunk_dial
 from k3ray.cluster.wishes import Wishes
