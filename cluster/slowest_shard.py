@@ -1,4 +1,4 @@
-"""How long the slowest of several shards takes when a layer's experts are dealt out at random: the exact expectation."""
+"""How long the slowest of several shards takes when experts are dealt out at random: the exact expectation."""
 
 from __future__ import annotations
 
