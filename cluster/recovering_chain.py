@@ -60,6 +60,7 @@ class RecoveringChain:
         self._flights = Flights(actors, self._log)
         self._rounds = SnapshotRounds(actors, self._log)
         self._pace = Pace()
+        self._unready: set[ActorId] = set()  # stages that were not yet told what their predecessors knew
 
     @property
     def recoveries(self) -> tuple[Recovery, ...]:
@@ -120,6 +121,8 @@ class RecoveringChain:
         self._flights.begin(ticket)
         while not ticket.is_finished:
             stage, tokens = ActorId("stage", ticket.answered), ticket.step.tokens
+            if ticket.tickets[ticket.answered] is None:  # an interrupt ended a recovery half way
+                self._recover({stage})
             started, begun = time.monotonic(), self._processes.begun
             deadline_s = self._pace.deadline_s(tokens, self._settings)
             try:
@@ -188,7 +191,7 @@ class RecoveringChain:
     def _recover(self, found: set[ActorId]) -> None:
         """Replace what is lost, until nothing is, and send the steps on their way on from where they were."""
         started, named, layer_steps, restored = time.monotonic(), list[ActorId](), 0, 0
-        lost, loads = self._processes.lost_now(found), dict[ActorId, Any]()
+        lost, loads = self._processes.lost_now(found | self._unready), dict[ActorId, Any]()
         while lost or loads:
             named += sorted(lost)
             loads |= self._start(lost) if lost else {}
@@ -206,6 +209,7 @@ class RecoveringChain:
                 except ActorGone:
                     lost.add(stage)
                     continue
+                self._unready.discard(stage)
                 layer_steps += count_layer_steps(replay, self._actors.layers_of(stage.number))
                 restored += sum(isinstance(told, Restored) for told in replay)
             loads = {}
@@ -214,6 +218,7 @@ class RecoveringChain:
             self._processes.note(named, started, layer_steps, restored)
 
     def _start(self, lost: set[ActorId]) -> dict[ActorId, Any]:
+        self._unready |= lost
         for stage in lost:
             self._rounds.forget(stage.number)
         return self._processes.start(lost)

@@ -8,6 +8,13 @@ from typing import Any
 
 from k3ray.cluster.actor_calls import ActorId, ActorLost
 from k3ray.cluster.step_log import Replayed, StepLog, Stepped
+from k3ray.workers.failure import Failure
+
+
+class RecoveryRefused(Failure):
+    """Settings that make no sense."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,7 @@ class RecoverySettings:
 
     snapshot_every: int = 64
     max_recoveries: int = 3
-    log_bytes: int = 64 << 20
+    log_bytes: int = 32 << 20
     look_s: float = 0.5
     settle_s: float = 0.2
     silent_s: float = 20.0
@@ -31,6 +38,11 @@ class RecoverySettings:
     slow_factor: float = 20.0
     shortest_deadline_s: float = 60.0
     longest_deadline_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for option, value in (("--snapshot-every", self.snapshot_every), ("--max-recoveries", self.max_recoveries)):
+            if value < 0:
+                raise RecoveryRefused(f"{option}: found {value}, expected 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

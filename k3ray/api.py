@@ -14,6 +14,7 @@ from pathlib import Path
 
 from k3ray.cluster.machine import default_threads, physical_cores
 from k3ray.cluster.plan import make_plan
+from k3ray.cluster.recovery_plan import RecoverySettings
 from k3ray.cluster.wishes import Wishes, merge_wishes
 from k3ray.environment import read_environment
 from k3ray.memory import MemoryWish, choose_tape
@@ -46,6 +47,8 @@ def open_model(
     cache_gb: str | float | None = None,
     wishes: Wishes | None = None,
     context: int | None = None,
+    snapshot_every: int = 64,
+    max_recoveries: int = 3,
     say: Say = lambda line: None,
 ) -> Model:
     """Check a checkpoint and plan its processes; nothing is started before the first token is asked for.
@@ -59,7 +62,8 @@ def open_model(
     expert that the first cannot give. memory (like "24G", of all processes of this host) or preset, trunk_gb and
     cache_gb divide the memory; with none of them everything is resident if it fits, else as much as there is.
     wishes: the same, merged already. context: positions to plan for; default those of the first generation.
-    say: hears one line about each thing done.
+    snapshot_every: steps between snapshots of the state, from which a lost stage goes on (0: none are taken).
+    max_recoveries: how often the run may replace actors that died. say: hears one line about each thing done.
 
     Raises a Failure (its exit_code says of which kind) when anything is missing, not understood or does not fit.
     """
@@ -76,11 +80,12 @@ def open_model(
     spec = CheckpointSpec(source.model_dir, config_path, num_layers, tuple(Path(folder) for folder in mirror))
     if threads is None:
         threads = environment.threads or default_threads()
+    recovery = RecoverySettings(snapshot_every, max_recoveries)
     settings = Settings(stages, expert_shards, threads, num_layers)
     plan = make_plan(spec, stages, expert_shards, settings.threads, physical_cores())
     checkpoint = open_checkpoint(spec)
     choice = choose_tape(checkpoint, Path(tape), say) if tape is not None else None
-    return Model(source, checkpoint, plan, settings, MemoryWish(choice, wishes, context), environment, say)
+    return Model(source, checkpoint, plan, settings, MemoryWish(choice, wishes, context), recovery, environment, say)
 
 
 def _path(path: Path | str | None) -> Path | None:

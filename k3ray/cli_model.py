@@ -83,6 +83,13 @@ def generate(
         Path | None,
         typer.Option(help="Save the sequence and its state to this file, also at Ctrl-C.", show_default=False),
     ] = None,
+    snapshot_every: Annotated[
+        int,
+        typer.Option(parser=whole_number, metavar="N", help="Steps between snapshots, against deaths; 0: none."),
+    ] = 64,
+    max_recoveries: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="How often processes that died may be replaced.")
+    ] = 3,
     list_presets: Annotated[
         bool, typer.Option("--list-presets", help="Show the presets with their arithmetic, and run nothing.")
     ] = False,
@@ -99,7 +106,7 @@ def generate(
         GenerateRequest(
             model_dir, prompt, prompt_file, ids, gen, tok, config, layers, stages, expert_shards, threads,
             incremental, ignore_eos, out, dump_logits, dump_cache_trace, tape, tuple(mirror or ()), wishes_of(context),
-            load_state, save_state,
+            load_state, save_state, snapshot_every, max_recoveries,
         )
     )  # fmt: skip
 

@@ -10,12 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from k3ray.cluster.actor_calls import ActorId
 from k3ray.cluster.actor_chain import ActorChain
 from k3ray.cluster.budget_plan import BudgetPlan
 from k3ray.cluster.devices import device_name
 from k3ray.cluster.plan import Plan
 from k3ray.cluster.processes import ProcessMemory
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
+from k3ray.cluster.recovering_chain import RecoveringChain
+from k3ray.cluster.recovery_plan import RecoverySettings
 from k3ray.continuation import Continuation
 from k3ray.driver import Driver
 from k3ray.environment import Environment
@@ -26,7 +29,7 @@ from k3ray.prompt import check_gen, choose_prompt
 from k3ray.report import Generation, Settings
 from k3ray.tokenizer import Tokenizer, load_tokenizer
 from k3ray.transcript import Token, Transcript, decoded
-from k3ray.workers.actors import versions
+from k3ray.workers.actors import ProcessReport, versions
 from k3ray.workers.cache.trace import ExpertRequest
 from k3ray.workers.failure import Failure
 from k3ray.workers.io_counts import IoCounts
@@ -52,6 +55,7 @@ class Model:
         plan: Plan,
         settings: Settings,
         memory: MemoryWish,
+        recovery: RecoverySettings,
         environment: Environment,
         say: Say,
     ) -> None:
@@ -60,6 +64,7 @@ class Model:
         self.settings = settings
         self._checkpoint = checkpoint
         self._wish = memory
+        self._recovery = recovery
         self.budget: BudgetPlan | None = None  # since start()
         self._positions = 0  # what the budget was made for
         self._environment = environment
@@ -67,7 +72,8 @@ class Model:
         self._running = ExitStack()
         self._driver: Driver | None = None
         self._memory: ProcessMemory | None = None
-        self._chain: ActorChain | None = None
+        self._chain: RecoveringChain | None = None
+        self._recovered = 0  # recoveries before the last generation began
         self._ray = ""
         self.partial: Generation | None = None  # what a generation that failed had given before
         self.saved = ""  # what the last generation's save_state did, in a line
@@ -174,7 +180,7 @@ class Model:
         state.check_room(len(transcript.prompt_ids) + gen)
         self.start(len(transcript.prompt_ids) + gen)
         assert self._chain is not None and self._driver is not None
-        before = self._chain.counts()
+        before, self._recovered = self._chain.counts(), len(self._chain.recoveries)
         with state.begin(self._driver, transcript.prompt_ids, gen, incremental) as sequence:
             try:
                 steps = sequence.steps(gen, () if ignore_eos else self.end_ids())
@@ -218,11 +224,17 @@ class Model:
         self._ray = runtime.describe()
         self._say(self._ray)
         memory = self._running.enter_context(ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}))
-        chain = ActorChain(self.plan, runtime.actor_options)
-        self._running.callback(chain.stop)
-        chain.load(loaded=lambda part: self._say(f"loaded: {part}"))
-        for part, report in chain.reports.items():
+        actors = ActorChain(self.plan, runtime.actor_options)
+        self._running.callback(actors.stop)
+        actors.load(loaded=lambda part: self._say(f"loaded: {part}"))
+        for part, report in actors.reports.items():
             memory.watch(report.pid, part)
+
+        def replaced(actor: ActorId, report: ProcessReport) -> None:
+            memory.watch(report.pid, actors.part_of(actor))
+            self._say(f"lost and loaded again: {actors.part_of(actor)}")
+
+        chain = RecoveringChain(actors, self._recovery, replaced)
         self._memory, self._chain, self._driver = memory, chain, Driver(chain)
 
     def _report(
@@ -233,7 +245,7 @@ class Model:
         damaged: list[tuple[int, int]],
         io: IoCounts | None,
     ) -> Generation:
-        assert self._memory is not None and self.budget is not None
+        assert self._memory is not None and self.budget is not None and self._chain is not None
         self._memory.sample()
         peak = self._memory.peak
         return Generation(
@@ -255,5 +267,6 @@ class Model:
             trunk_device=device_name(self._wish.tape.folder if self._wish.tape is not None else self.source.model_dir),
             expert_device=device_name(self.source.model_dir),
             damaged_experts=damaged,
+            recoveries=list(self._chain.recoveries[self._recovered :]),
             first_logits=transcript.first_logits,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from k3ray.cluster.recovery_plan import Recovery
 from k3ray.workers.io_counts import IoCounts
 
 
@@ -37,7 +38,8 @@ class Generation:
     seconds_per_token: the mean of all steps but the first, or the first when there is only one. peak_memory_bytes:
     measured, all processes, PSS; planned_memory: what was planned before, by part. io: what was read for this
     generation, counted at the readers; None when it failed. *_device: the block devices they are on.
-    damaged_experts: (layer, expert) of experts with a NaN scale byte that were used. first_logits: (vocab,) f32.
+    damaged_experts: (layer, expert) of experts with a NaN scale byte that were used. recoveries: what was lost and
+    replaced meanwhile. first_logits: (vocab,) f32.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Generation:
     trunk_device: str
     expert_device: str
     damaged_experts: list[tuple[int, int]]
+    recoveries: list[Recovery]
     first_logits: npt.NDArray[np.float32]
 
     @property

@@ -48,6 +48,8 @@ class GenerateRequest:
     wishes: tuple[tuple[str, str], ...]
     load_state: Path | None
     save_state: Path | None
+    snapshot_every: int
+    max_recoveries: int
 
 
 def run(request: GenerateRequest) -> None:
@@ -70,6 +72,8 @@ def run(request: GenerateRequest) -> None:
         tape=request.tape,
         mirror=request.mirror,
         wishes=merge_wishes(request.wishes),
+        snapshot_every=request.snapshot_every,
+        max_recoveries=request.max_recoveries,
         say=say,
     )
     ids = parse_ids(request.ids) if request.ids is not None else None
@@ -138,5 +142,7 @@ def _write(request: GenerateRequest, generation: Generation, saved: str) -> None
         say(f"wrote {request.dump_logits}: {len(generation.first_logits)} float32")
     if saved:
         say(saved)
+    for recovery in generation.recoveries:
+        say(recovery.describe())
     say(generation.disk_line())
     say(generation.summary())
