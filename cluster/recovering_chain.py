@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -82,12 +81,14 @@ class RecoveringChain:
         self._begin_sequence(session, tell)
 
     def close_sequence(self, session: int) -> None:
-        """Forget a sequence in every stage. A stage that is lost has forgotten it; its next caller will notice."""
+        """Have every stage forget a sequence after what it is working on; nobody waits for that.
+
+        A stage that is lost has forgotten it, and its replacement is told what the log says then.
+        """
         self._flights.forget_session(session)
         self._log.closed(session)
-        for stage, ticket in [(stage, self._actors.call(stage, "close_sequence", session)) for stage in self._stages()]:
-            with suppress(ActorGone):
-                self._result_of(stage, ticket)
+        for stage in self._stages():
+            self._actors.call(stage, "close_sequence", session)
 
     def snapshot(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
         """Yield a sequence's state piece by piece, layer by layer; no step may be sent meanwhile."""

@@ -180,7 +180,8 @@ class Model:
         state.check_room(len(transcript.prompt_ids) + gen)
         self.start(len(transcript.prompt_ids) + gen)
         assert self._chain is not None and self._driver is not None
-        before, self._recovered = self._chain.counts(), len(self._chain.recoveries)
+        self._recovered = len(self._chain.recoveries)
+        before = self._chain.counts()
         with state.begin(self._driver, transcript.prompt_ids, gen, incremental) as sequence:
             try:
                 steps = sequence.steps(gen, () if ignore_eos else self.end_ids())
