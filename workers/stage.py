@@ -54,6 +54,7 @@ class LayerStage:
 
     def open_sequence(self, session: int, capacity: int) -> None:
         """Begin an empty sequence of at most capacity positions."""
+        self._answered = None  # what is sent from now on is no repetition, also when another driver counts anew
         self._slice.open_sequence(session, capacity)
 
     def close_sequence(self, session: int) -> None:

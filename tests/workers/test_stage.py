@@ -95,3 +95,12 @@ def test_a_step_that_failed_half_way_cannot_be_followed(stage: LayerStage, monke
             stage.apply(message(2, 2, [7]))
     with pytest.raises(SequenceFailure, match="a step failed half way"):
         stage.apply(message(3, 2, [7]))
+
+
+def test_a_new_sequence_is_not_answered_from_the_record_of_an_old_one(stage: LayerStage) -> None:
+    first = message(1, 0, [5, 6, 7])
+    answer = logits(stage.apply(first))
+    stage.close_sequence(0)
+    stage.open_sequence(0, 16)  # another driver, which counts its steps from 1 again
+    assert logits(stage.apply(first)) == answer
+    stage.apply(message(2, 3, [8]))  # the state has moved: the frame was applied, not remembered
