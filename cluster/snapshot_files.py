@@ -8,6 +8,8 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
+from k3ray.workers.held_snapshot import SnapshotPlace
+
 
 class SnapshotFile:
     """The pieces of one sequence in one stage, as they were given."""
@@ -18,6 +20,14 @@ class SnapshotFile:
         self._sizes: list[int] = []
         for piece in pieces:
             self.add(piece)
+
+    @classmethod
+    def adopt(cls, place: SnapshotPlace) -> SnapshotFile:
+        """Open what a stage of this host holds; it stays readable when the stage is gone. OSError when it is gone."""
+        found = cls.__new__(cls)
+        found._file = place.path.open("rb")
+        found._sizes = list(place.sizes)
+        return found
 
     def add(self, piece: pa.Buffer) -> None:
         """Write one more piece."""

@@ -58,7 +58,7 @@ class SnapshotRounds:
         snapshots = {}
         try:
             for session, ticket in asked.tickets.items():
-                pieces = SnapshotFile(self._actors.result(ticket))
+                pieces = SnapshotFile.adopt(self._actors.result(ticket))
                 snapshots[session] = Restored(session, asked.capacities[session], pieces)
         except ActorGone:
             return  # whoever calls the stage next finds it lost

@@ -18,6 +18,7 @@ import ray
 from k3ray.kernels.compile import compile_all
 from k3ray.workers.experts import ExpertStore
 from k3ray.workers.failure import Failure
+from k3ray.workers.held_snapshot import SnapshotPlace
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
 from k3ray.workers.model.snapshot import StatePiece
@@ -125,8 +126,8 @@ class LayerStageActor:
         """See Slice.finish_restore."""
         _loaded(self._stage).finish_restore(session)
 
-    def snapshot(self, session: int) -> list[pa.Buffer]:
-        """See Slice.snapshot."""
+    def snapshot(self, session: int) -> SnapshotPlace:
+        """See LayerStage.snapshot."""
         return _loaded(self._stage).snapshot(session)
 
     def restore_sequence(self, session: int, messages: list[pa.Buffer], capacity: int) -> None:

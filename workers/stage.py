@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from k3ray.workers.failure import Failure
 from k3ray.workers.frames import ActivationFrame, LogitsFrame, decode_activations, encode_activations, encode_logits
+from k3ray.workers.held_snapshot import HeldSnapshot, SnapshotPlace
 from k3ray.workers.model.feed_forward import Observe
 from k3ray.workers.model.slice import Slice
 from k3ray.workers.model.snapshot import StatePiece
@@ -42,6 +43,7 @@ class LayerStage:
     def __init__(self, layers: Slice) -> None:
         self._slice = layers
         self._answered: Answered | None = None
+        self._held: dict[int, HeldSnapshot] = {}
         self._recorded: list[tuple[int, int, npt.NDArray[np.int32]]] | None = None
 
     def record_routing(self) -> None:
@@ -59,6 +61,7 @@ class LayerStage:
 
     def close_sequence(self, session: int) -> None:
         """Forget a sequence."""
+        self._let_go(session)
         self._slice.close_sequence(session)
 
     def pieces(self, session: int) -> list[StatePiece]:
@@ -69,9 +72,17 @@ class LayerStage:
         """See Slice.snapshot_piece."""
         return self._slice.snapshot_piece(session, piece)
 
-    def snapshot(self, session: int) -> list[pa.Buffer]:
-        """See Slice.snapshot."""
-        return self._slice.snapshot(session)
+    def snapshot(self, session: int) -> SnapshotPlace:
+        """Write the sequence's state where others of this host can read it, until its next snapshot or its close."""
+        self._let_go(session)
+        pieces = (self._slice.snapshot_piece(session, piece) for piece in self._slice.pieces(session))
+        self._held[session] = HeldSnapshot(pieces)
+        return self._held[session].place
+
+    def _let_go(self, session: int) -> None:
+        held = self._held.pop(session, None)
+        if held is not None:
+            held.close()
 
     def restore_piece(self, session: int, message: pa.Buffer, capacity: int) -> None:
         """See Slice.restore_piece."""

@@ -111,7 +111,7 @@ def _figure_class() -> Any:
         return importlib.import_module("matplotlib.figure").Figure
     except ImportError:
         raise SimulationFailure(
-            "--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out"
+            "--plot needs matplotlib, which is not installed: pip install 'k3ray[plot]', or leave --plot out"
         ) from None
 
 
