@@ -15,6 +15,7 @@ SMALLEST_STORE_BYTES = 76 * MIB  # Ray refuses less than 75
 SYSTEM = {
     "memory_monitor_refresh_ms": 0,
     "enable_metrics_collection": False,
+    "worker_niceness": 0,  # by default 15: then any neighbour takes the cores that a run was given
     "enable_pipe_based_agent_to_parent_health_check": True,  # the agents' input ends with the raylet
     "raylet_client_connect_timeout_milliseconds": 20,
     "raylet_client_num_connect_attempts": 1500,

@@ -155,7 +155,7 @@ def driver(then: str = "pass", settings: str = "'local', 2", before: str = "") -
 class Actor:
     def facts(self) -> dict[str, Any]:
         names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        return {"pid": os.getpid(), "python": sys.executable, **{name: os.environ.get(name) for name in names}}
+        return {"pid": os.getpid(), "nice": os.nice(0), "python": sys.executable, **{name: os.environ.get(name) for name in names}}
 
 
 @pytest.mark.ray
@@ -167,6 +167,7 @@ def test_a_private_ray_is_two_daemons_and_the_actors(runtime: RayRuntime) -> Non
     facts = ray.get([actor.facts.remote() for actor in actors], timeout=LIMIT_S)
     assert len({fact["pid"] for fact in facts}) == 3
     assert all(fact["python"] == sys.executable and fact["OPENBLAS_NUM_THREADS"] == "1" for fact in facts)
+    assert {fact["nice"] for fact in facts} == {os.nice(0)}
     found = ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}).sample()
     assert found.role_counts["Actor"] == 3
     assert (
