@@ -155,7 +155,8 @@ def driver(then: str = "pass", settings: str = "'local', 2", before: str = "") -
 class Actor:
     def facts(self) -> dict[str, Any]:
         names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        return {"pid": os.getpid(), "nice": os.nice(0), "python": sys.executable, **{name: os.environ.get(name) for name in names}}
+        facts = {"pid": os.getpid(), "nice": os.nice(0), "python": sys.executable}
+        return {**facts, **{name: os.environ.get(name) for name in names}}
 
 
 @pytest.mark.ray
