@@ -55,6 +55,8 @@ class SnapshotRounds:
         self._asked.pop(stage, None)
 
     def _keep(self, stage: int, asked: Asked) -> None:
+        if not asked.tickets.keys() <= self._log.open.keys():
+            return  # a sequence was closed meanwhile, and its stage has let go of the file
         snapshots = {}
         try:
             for session, ticket in asked.tickets.items():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from k3ray.cluster.actor_calls import ActorId
+from k3ray.cluster.actor_calls import ActorGone, ActorId
 from k3ray.cluster.actor_chain import ActorChain
 
 GEN, CHUNK = 8, 3
@@ -34,7 +34,7 @@ class FaultyActors:
 
     def __init__(self, chain: ActorChain, faults: Sequence[RayFault]) -> None:
         self._chain = chain
-        self._faults = faults
+        self._faults = list(faults)
         self._calls: Counter[tuple[ActorId, str]] = Counter()
         self.signals = 0
 
@@ -43,17 +43,25 @@ class FaultyActors:
 
     def call(self, actor: ActorId, method: str, *arguments: Any) -> Any:
         self._calls[actor, method] += 1
-        nth = self._calls[actor, method]
-        due = [fault for fault in self._faults if (fault.at, fault.method, fault.nth) == (actor, method, nth)]
-        pids = [(self.pid(fault.victim), fault.signal) for fault in due]
+        due = [
+            one
+            for one in self._faults
+            if (one.at, one.method) == (actor, method) and one.nth <= self._calls[actor, method]
+        ]
+        pids = {fault: self._pid(fault.victim) for fault in due}
         ticket = self._chain.call(actor, method, *arguments)
-        for pid, number in pids:
-            os.kill(pid, number)
-            self.signals += 1
+        for fault, pid in pids.items():
+            if pid is not None:  # else it is dead already, and its turn comes when it is replaced
+                os.kill(pid, fault.signal)
+                self.signals += 1
+                self._faults.remove(fault)
         return ticket
 
-    def pid(self, actor: ActorId) -> int:
-        return int(self._chain.result(self._chain.call_aside(actor, "ping")))
+    def _pid(self, actor: ActorId) -> int | None:
+        try:
+            return int(self._chain.result(self._chain.call_aside(actor, "ping")))
+        except ActorGone:
+            return None
 
 
 def cases(victim: ActorId) -> dict[str, list[RayFault]]:

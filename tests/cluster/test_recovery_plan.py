@@ -52,10 +52,11 @@ class StageModel:
             assert told.session not in self.sequences
             self.sequences[told.session] = []
         elif isinstance(told, Closed):
-            del self.sequences[told.session]
+            assert self.sequences.pop(told.session, None) is not None
         else:
             assert told.inputs[stage] is not None
             for session in told.sessions:
+                assert session in self.sequences
                 self.sequences[session].append(told.place)
 
 
@@ -100,6 +101,19 @@ def test_a_replay_makes_any_stage_what_it_was(data: st.DataObject) -> None:
         assert again.sequences == model.sequences
     if not log.open:
         assert log.held_bytes() == 0 and not log.events
+
+
+def test_an_idle_sequence_stays_in_the_restore_point() -> None:
+    log = StepLog(1)
+    log.opened(0, 10)
+    log.opened(1, 10)
+    log.stepped(frame(0, [0, 1]))
+    assert log.changed_since_point(0) == [0, 1]
+    log.keep_point(0, log.place, {session: Restored(session, 10, "both") for session in (0, 1)})
+    log.stepped(frame(1, [1]))
+    assert log.changed_since_point(0) == [1]
+    log.keep_point(0, log.place, {1: Restored(1, 10, "one")})
+    assert log.replay(0) == (Restored(0, 10, "both"), Restored(1, 10, "one")) and not log.events
 
 
 def test_steps_that_a_stage_has_not_answered_are_no_part_of_its_replay() -> None:
