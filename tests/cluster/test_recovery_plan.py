@@ -116,6 +116,16 @@ def test_an_idle_sequence_stays_in_the_restore_point() -> None:
     assert log.replay(0) == (Restored(0, 10, "both"), Restored(1, 10, "one")) and not log.events
 
 
+def test_a_snapshot_that_arrives_late_is_followed_by_the_steps_since() -> None:
+    log = StepLog(1)
+    log.opened(0, 10)
+    log.stepped(frame(0, [0]))
+    asked_at = log.place
+    later = log.stepped(frame(1, [0]))
+    log.keep_point(0, asked_at, {0: Restored(0, 10, "then")})
+    assert log.replay(0) == (Restored(0, 10, "then"), later)
+
+
 def test_steps_that_a_stage_has_not_answered_are_no_part_of_its_replay() -> None:
     log = StepLog(NUM_STAGES)
     log.opened(0, 10)
