@@ -130,10 +130,6 @@ class LayerStageActor:
         """See LayerStage.snapshot."""
         return _loaded(self._stage).snapshot(session)
 
-    def restore_sequence(self, session: int, messages: list[pa.Buffer], capacity: int) -> None:
-        """See Slice.restore_sequence."""
-        _loaded(self._stage).restore_sequence(session, messages, capacity)
-
     def apply(self, message: pa.Buffer) -> pa.Buffer:
         """See LayerStage.apply."""
         return _loaded(self._stage).apply(message)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from k3ray.workers.checkpoint.binding import Binding
 from k3ray.workers.checkpoint.index_table import TensorEntry, TensorIndex
 from k3ray.workers.checkpoint.shapes import expert_tensors, nbytes
+from k3ray.workers.checkpoint.tensors import count_nan_scales
 from k3ray.workers.failure import Failure
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.tape.direct_io import DirectFile, DiskReadFailure, slot_bytes
@@ -23,7 +24,6 @@ from k3ray.workers.tape.direct_io import DirectFile, DiskReadFailure, slot_bytes
 Bytes = npt.NDArray[np.uint8]
 TRIES = 3
 MATRICES = ("w1", "w2", "w3")
-NAN_SCALE = 255
 
 
 class ExpertUnreadable(Failure):
@@ -87,7 +87,7 @@ def runs_of(binding: Binding, index: TensorIndex, layer: int, expert: int) -> li
 class ExpertReader:
     """Reads experts from the first root that gives them; safe from several threads, each with a slot of its own.
 
-    bytes_asked counts the experts' own bytes; bytes_read and reads count what the disk was asked for (whole pages).
+    bytes_read and reads count what the disk was asked for: whole pages.
     """
 
     def __init__(
@@ -98,7 +98,6 @@ class ExpertReader:
         self._files: dict[Path, DirectFile] = {}
         self._shards = {index.directory / shard.name: shard for _, index in roots for shard in index.shards}
         self._lock = threading.Lock()
-        self.bytes_asked = 0
 
     @property
     def bytes_read(self) -> int:
@@ -142,10 +141,8 @@ class ExpertReader:
             for short, entry in run.tensors:
                 start = entry.offset - run.offset
                 arrays[short] = view[start : start + entry.nbytes].reshape(entry.shape)
-            with self._lock:
-                self.bytes_asked += run.nbytes
         w1, w2, w3 = (Mxfp4Matrix(arrays[f"{part}.weight_packed"], arrays[f"{part}.weight_scale"]) for part in MATRICES)
-        return Expert(w1, w2, w3, damaged=any((matrix.scales == NAN_SCALE).any() for matrix in (w1, w2, w3)))
+        return Expert(w1, w2, w3, damaged=any(count_nan_scales(matrix.scales) for matrix in (w1, w2, w3)))
 
     def _file(self, path: Path) -> DirectFile:
         with self._lock:

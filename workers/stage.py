@@ -6,7 +6,6 @@ It does not know who sends the messages or how they travel.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,10 +90,6 @@ class LayerStage:
     def finish_restore(self, session: int) -> None:
         """See Slice.finish_restore."""
         self._slice.finish_restore(session)
-
-    def restore_sequence(self, session: int, messages: Iterable[pa.Buffer], capacity: int) -> None:
-        """See Slice.restore_sequence."""
-        self._slice.restore_sequence(session, messages, capacity)
 
     @property
     def covered(self) -> range:

@@ -5,7 +5,6 @@ It knows nothing of Ray, of other slices, or of whether a frame has been seen be
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -83,10 +82,6 @@ class Slice:
         """Return one piece of the sequence's state as a message; SequenceFailure when it has moved on."""
         return encode_piece(self.sequence(session), piece)
 
-    def snapshot(self, session: int) -> list[pa.Buffer]:
-        """Return the sequence's whole state here: all its pieces."""
-        return [self.snapshot_piece(session, piece) for piece in self.pieces(session)]
-
     def restore_piece(self, session: int, message: pa.Buffer, capacity: int) -> None:
         """Take one piece of a saved sequence; the first one begins it, finish_restore opens it.
 
@@ -103,12 +98,6 @@ class Slice:
         if session not in self._restoring:
             raise SequenceFailure(f"session {session}: no piece of its saved state arrived here")
         self._sequences[session] = self._restoring.pop(session).finish()
-
-    def restore_sequence(self, session: int, messages: Iterable[pa.Buffer], capacity: int) -> None:
-        """Open a sequence from all the pieces of its state in these layers."""
-        for message in messages:
-            self.restore_piece(session, message, capacity)
-        self.finish_restore(session)
 
     def sequence(self, session: int) -> SequenceState:
         """Return an open sequence's state, for snapshots and proofs; SequenceFailure when it is not open."""
