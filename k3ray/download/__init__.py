@@ -1,0 +1,1 @@
+"""Getting a checkpoint and proving it: every byte fetched once, every file checked against what was published."""
