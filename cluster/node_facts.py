@@ -20,6 +20,7 @@ from k3ray.workers.checkpoint.index_table import TensorIndex
 from k3ray.workers.checkpoint.names import numbers_of, template_of
 from k3ray.workers.checkpoint.shard_files import list_shard_files
 from k3ray.workers.failure import Failure
+from k3ray.workers.memory_binding import parse_cpu_list
 from k3ray.workers.model.config import read_config
 from k3ray.workers.tape.manifest import TAPE_NAME, read_manifest
 
@@ -74,7 +75,7 @@ def numa_nodes(root: Path = ROOT) -> tuple[NumaNode, ...]:
     found = []
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
-            cpus = _cpu_list((folder / "cpulist").read_text())
+            cpus = parse_cpu_list((folder / "cpulist").read_text())
             rows = (line.split() for line in (folder / "meminfo").read_text().splitlines())
             kib = next((int(row[3]) for row in rows if len(row) > 3 and row[2] == "MemTotal:"), 0)
         except (OSError, ValueError):
@@ -143,13 +144,3 @@ def _index_digest(path: Path | None) -> str:
 
 def _whole(root: Path, cores: tuple[int, ...]) -> tuple[NumaNode, ...]:
     return (NumaNode(0, cores, memory_limits(root).machine_bytes),)
-
-
-def _cpu_list(text: str) -> set[int]:
-    """The numbers of a list like 0-3,8."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            low, _, high = part.partition("-")
-            cpus |= set(range(int(low), int(high or low) + 1))
-    return cpus
