@@ -108,11 +108,12 @@ def _dispatcher(function: Callable[..., Any], directory: Path | None) -> Any:
 class Kernel:
     """A compiled function for its recorded signatures only; calling it with other types is a TypeError."""
 
-    __slots__ = ("_dispatcher", "function", "signatures")
+    __slots__ = ("_dispatcher", "function", "on_demand", "signatures")
 
-    def __init__(self, function: Callable[..., Any], signatures: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], signatures: tuple[Any, ...], on_demand: bool) -> None:
         self.function = function
         self.signatures = signatures
+        self.on_demand = on_demand
         self._dispatcher: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -155,11 +156,14 @@ class Kernel:
             path.unlink(missing_ok=True)
 
 
-def kernel(*signatures: Any) -> Callable[[Callable[..., Any]], Kernel]:
-    """Make a function a kernel with these numba signatures (read-only inputs: `readable`, outputs: `writable`)."""
+def kernel(*signatures: Any, on_demand: bool = False) -> Callable[[Callable[..., Any]], Kernel]:
+    """Make a function a kernel with these numba signatures (read-only inputs: `readable`, outputs: `writable`).
+
+    on_demand: no model is run with it, so `compile_all` leaves it to its first use.
+    """
 
     def decorate(function: Callable[..., Any]) -> Kernel:
-        return Kernel(function, signatures)
+        return Kernel(function, signatures, on_demand)
 
     return decorate
 
@@ -190,9 +194,9 @@ def all_kernels() -> list[Kernel]:
 
 
 def compile_all() -> CompileReport:
-    """Compile every kernel, or load it from the cache; other processes doing the same wait, then load."""
+    """Compile every kernel that a model needs, or load it from the cache; other processes wait, then load."""
     started = time.perf_counter()
-    kernels = all_kernels()
+    kernels = [kernel for kernel in all_kernels() if not kernel.on_demand]
     with _compile_lock():
         compiled = sum(kernel.compile_locked() for kernel in kernels)
     return CompileReport(time.perf_counter() - started, compiled, len(kernels) - compiled)

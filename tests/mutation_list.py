@@ -40,27 +40,17 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
-@dataclass(frozen=True, slots=True)
-class NotApplicable:
-    """A known mistake that has no place to be put in, and why."""
-
-    mistake: str
-    reason: str
-
-
-def read_mutations(folder: Path = FOLDER) -> tuple[list[Mutation], list[NotApplicable]]:
+def read_mutations(folder: Path = FOLDER) -> list[Mutation]:
     """Every record of the folder's files, in the order of files and lines; BadRecord for names that occur twice."""
     mutations: list[Mutation] = []
-    absent: list[NotApplicable] = []
     for path in sorted(folder.glob("*.toml")):
         document = tomllib.loads(path.read_text("utf-8"))
         for fields in document.pop("mutation", []):
             mutations.append(Mutation(**fields | {"caught_by": tuple(fields["caught_by"])}))
-        absent += [NotApplicable(**fields) for fields in document.pop("not_applicable", [])]
         if document:
-            raise BadRecord(f"{path.name}: found {', '.join(document)}, expected mutation and not_applicable")
+            raise BadRecord(f"{path.name}: found {', '.join(document)}, expected mutation")
     names = [mutation.name for mutation in mutations]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise BadRecord(f"names that occur twice: {', '.join(twice)}")
-    return mutations, absent
+    return mutations

@@ -17,7 +17,7 @@ import pytest
 from tests.mutation_list import BadRecord, Mutation, read_mutations
 
 ROOT = Path(__file__).resolve().parents[1]
-MUTATIONS, ABSENT = read_mutations()
+MUTATIONS = read_mutations()
 
 
 @cache
@@ -38,10 +38,6 @@ def test_a_record_still_applies(mutation: Mutation) -> None:
     for node in mutation.caught_by:
         file, _, test = node.partition("::")
         assert test.partition("[")[0] in names_in(file), f"{node}: no such test"
-
-
-def test_what_cannot_be_put_in_is_said() -> None:
-    assert [absent.reason for absent in ABSENT] == ["no chunked form exists"] * 2
 
 
 @pytest.mark.parametrize(
@@ -79,7 +75,7 @@ def test_an_edit_needs_its_place_exactly_once() -> None:
 def test_names_that_occur_twice_are_refused(tmp_path: Path) -> None:
     record = '[[mutation]]\nname = "a"\nmistake = "m"\nfile = "f"\nold = "o"\nnew = "n"\ncaught_by = ["t"]\n'
     (tmp_path / "a.toml").write_text(record)
-    assert read_mutations(tmp_path) == ([Mutation("a", "m", "f", "o", "n", ("t",))], [])
+    assert read_mutations(tmp_path) == [Mutation("a", "m", "f", "o", "n", ("t",))]
     (tmp_path / "b.toml").write_text(record)
     with pytest.raises(BadRecord, match="occur twice: a"):
         read_mutations(tmp_path)
