@@ -101,7 +101,8 @@ def run_case(shape: KdaShape, pool: RowPool) -> KdaCase:
             if differences[2] > largest[2]:
                 worst = f"dt_bias {dt_bias:g}, exp(A_log) {rate:g}, {'repeated' if repeated else 'random'} keys"
             largest = np.maximum(largest, differences)
-    return KdaCase(shape, *(float(value) for value in largest), worst, settings)
+    output, state, relative_output, relative_state = (float(value) for value in largest)
+    return KdaCase(shape, output, state, relative_output, relative_state, worst, settings)
 
 
 def run_cases() -> tuple[KdaCase, ...]:
