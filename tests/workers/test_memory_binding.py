@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import numa
 from k3ray.workers import memory_binding
 from k3ray.workers.memory_binding import MPOL_BIND, MPOL_DEFAULT, MPOL_PREFERRED, bind_process, memory_nodes
 
@@ -237,3 +238,18 @@ def test_a_list_that_is_none_is_refused_and_nothing_is_bound(text: str, tmp_path
     with pytest.raises(ValueError, match="invalid literal"):
         memory_binding.parse_cpu_list(text)
     assert memory_nodes(write_nodes(tmp_path, [text, "1"])) == {}
+
+
+def test_the_benchmark_has_nothing_to_compare_on_one_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert numa.main([], write_nodes(tmp_path, [all_cpus(), "900"])) == 0  # the second has no cpu that is allowed
+    assert capsys.readouterr().out == ("memory nodes with cores that this process may use: 1: nothing to compare\n")
+
+
+def test_the_benchmark_puts_threads_on_one_node_and_memory_on_each_in_turn() -> None:
+    found = numa.placings({0: (0, 1), 1: (4, 5, 6), 3: (8,)}, None, 256)
+    assert [(one.name, one.threads_on, one.memory_on, one.cores, one.threads) for one in found] == [
+        ("bound", 1, (1,), (4, 5, 6), 3),
+        ("remote", 1, (3,), (4, 5, 6), 3),
+        ("interleaved", 1, (0, 1, 3), (4, 5, 6), 3),
+        ("unbound", None, (), (), 3),
+    ]
