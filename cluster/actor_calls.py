@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from k3ray.workers.failure import Failure
+from k3ray.workers.specs import ShardSpec, StageSpec
 
 
 class ActorLost(Failure):
@@ -66,8 +67,8 @@ class Actors(Protocol):
         """End an actor's process, if there is one still."""
         ...
 
-    def start(self, actor: ActorId) -> Any:
-        """Put a new process in an actor's place and begin to load it; returns the load's ticket."""
+    def start(self, actor: ActorId, spec: StageSpec | ShardSpec | None = None) -> Any:
+        """Put a new process in an actor's place and begin to load it, as `spec` says where given; returns a ticket."""
         ...
 
     def relink(self, shard: int) -> None:

@@ -12,12 +12,13 @@ import pyarrow as pa
 import ray
 
 from k3ray.cluster.actor_calls import ActorGone, ActorId
-from k3ray.cluster.plan import Plan
+from k3ray.cluster.plan import Plan, with_spec
 from k3ray.workers.actors import ASIDE, ExpertShardActor, LayerStageActor, ProcessReport
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.model.snapshot import StatePiece
+from k3ray.workers.specs import ShardSpec, StageSpec
 
-Options = Callable[[float, int | None, str], dict[str, Any]]
+Options = Callable[[float, int | None, str, str | None], dict[str, Any]]
 NUM_CPUS = 0  # the plan shares the cores out; Ray must not make an actor wait for one
 
 
@@ -25,13 +26,13 @@ class ActorChain:
     """The running actors of a plan. Object refs go from stage to stage; the driver holds only the answers."""
 
     def __init__(self, plan: Plan, options: Options) -> None:
-        """Start the processes; options(num_cpus, memory_bytes, name) gives Ray's options for one actor."""
+        """Start the processes; options(num_cpus, memory_bytes, name, node_id) gives Ray's options of one actor."""
         self._plan = plan
+        self._loaded_plan = plan
         self._options = options
         self._generations: Counter[ActorId] = Counter()  # how often each place's process was replaced
         self._all_shards = [self._new(ActorId("shard", number)) for number in range(len(plan.shards))]
         self._all_stages = [self._new(ActorId("stage", number)) for number in range(len(plan.stages))]
-        self._loaded_plan = plan
         self.reports: dict[str, ProcessReport] = {}
 
     @property
@@ -55,6 +56,10 @@ class ActorChain:
     def layers_of(self, stage: int) -> range:
         """Return the zero-based layers of a stage."""
         return range(self._loaded_plan.stages[stage].first, self._loaded_plan.stages[stage].stop)
+
+    def spec_of(self, actor: ActorId) -> StageSpec | ShardSpec:
+        """Return what an actor is told, with the node that it runs on."""
+        return (self._loaded_plan.shards if actor.kind == "shard" else self._loaded_plan.stages)[actor.number]
 
     def part_of(self, actor: ActorId) -> str:
         """Return what an actor holds, in words."""
@@ -155,9 +160,15 @@ class ActorChain:
         """End an actor's process; Ray needs five seconds for one that was stopped (SIGSTOP)."""
         ray.kill(self._handle(actor))
 
-    def start(self, actor: ActorId) -> Any:
-        """Put a new process in an actor's place and begin to load it; returns the load's ref."""
+    def start(self, actor: ActorId, spec: StageSpec | ShardSpec | None = None) -> Any:
+        """Put a new process in an actor's place and begin to load it; returns the load's ref.
+
+        spec: its part from now on, where it is to be loaded otherwise, as on another node; the layers and the experts
+        stay the same.
+        """
         self.kill(actor)
+        if spec is not None:
+            self._loaded_plan = with_spec(self._loaded_plan, actor.number, spec)
         self._generations[actor] += 1
         handles = self._all_shards if actor.kind == "shard" else self._all_stages
         handles[actor.number] = self._new(actor)
@@ -178,7 +189,8 @@ class ActorChain:
         kind = ExpertShardActor if actor.kind == "shard" else LayerStageActor
         times = self._generations[actor]
         name = f"{actor.kind}-{actor.number}" + (f"-again-{times}" if times else "")  # names are unique while one dies
-        options = self._options(NUM_CPUS, None, name)
+        spec = self.spec_of(actor)
+        options = self._options(NUM_CPUS, spec.memory_bytes, name, spec.node_id)
         return ray.remote(concurrency_groups={ASIDE: 1})(kind).options(**options).remote()
 
     def _handle(self, actor: ActorId) -> Any:
@@ -186,8 +198,8 @@ class ActorChain:
 
     def _load(self, actor: ActorId) -> Any:
         if actor.kind == "shard":
-            return self._handle(actor).load.remote(self._loaded_plan.shards[actor.number])
-        return self._handle(actor).load.remote(self._loaded_plan.stages[actor.number], self._shards)
+            return self._handle(actor).load.remote(self.spec_of(actor))
+        return self._handle(actor).load.remote(self.spec_of(actor), self._shards)
 
     def _on_every_stage(self, refs: Sequence[Any]) -> None:
         for ref in refs:

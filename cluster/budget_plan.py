@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from k3ray.cluster import memory_parts
 from k3ray.cluster.plan import Plan
-from k3ray.workers.expert_fanout import shard_of
+from k3ray.workers.expert_owners import shard_of
 from k3ray.workers.frames import STEP_TOKENS
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.tape.layout import TapeLayout

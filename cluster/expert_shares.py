@@ -1,38 +1,13 @@
-"""How many experts each shard owns, and which: every expert exactly once, spread evenly over the layers.
+"""How many experts each shard owns: by its slots first, then by the disks, where all fit by the memories.
 
-Counts decide; the deal that follows from them is a pure function, so plan and actors need share the counts only.
+Which experts these are follows from the counts (workers/expert_owners.py): plan and actors share the counts only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-Int32Array = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertGroup:
-    """MoE layers that the same shards can serve. counts: experts of these layers that each shard owns."""
-
-    layers: tuple[int, ...]
-    counts: tuple[int, ...]
-
-
-def deal_experts(group: ExpertGroup, num_experts: int) -> Int32Array:
-    """The owner of every expert of the group, (layers, num_experts): each shard's are spread evenly over all of them.
-
-    The i-th of a shard's n experts belongs at (i + 1/2) / n of the whole; ties go to the lower shard.
-    """
-    counts = np.asarray(group.counts, dtype=np.int64)
-    if int(counts.sum()) != len(group.layers) * num_experts:
-        raise ValueError(f"{counts.sum()} experts dealt, expected {len(group.layers)} x {num_experts}")
-    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
-    return owners[np.argsort(places, kind="stable")].reshape(len(group.layers), num_experts)
+from k3ray.workers.expert_owners import ExpertGroup
 
 
 def share_experts(

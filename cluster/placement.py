@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from k3ray.cluster.budget_plan import EXPERTS, ActorBudget
-from k3ray.cluster.expert_shares import ExpertGroup, share_experts
+from k3ray.cluster.expert_shares import share_experts
 from k3ray.cluster.layer_cuts import Division, SeatDivider, SeatUse, cut_layers
 from k3ray.cluster.prediction import ActorShare, Prediction, predict, stage_thread_share
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure, Seat, choose_seats, make_seats, shard_seats
 from k3ray.cluster.topology import NodeFacts
+from k3ray.workers.expert_owners import ExpertGroup
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.tape.layout import TapeLayout
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from k3ray.workers.failure import Failure
-from k3ray.workers.loading import CheckpointSpec, ShardSpec, StageSpec, TapeSpec
+from k3ray.workers.specs import CheckpointSpec, ShardSpec, StageSpec, TapeSpec
 
 MAX_SHARDS = 256
 MAX_THREADS = 4096
@@ -20,7 +20,7 @@ class PlanFailure(Failure):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One host's placement: the stages in order and the expert shards (none: experts live inside the stages)."""
+    """A placement: the stages in order and the expert shards (none: experts live inside the stages)."""
 
     stages: tuple[StageSpec, ...]
     shards: tuple[ShardSpec, ...]
@@ -67,6 +67,17 @@ def with_memory(plan: Plan, stages: Sequence[tuple[TapeSpec | None, int]], shard
         ),
         tuple(replace(shard, cache_slots=slots) for shard, slots in zip(plan.shards, shard_slots, strict=True)),
     )
+
+
+def with_spec(plan: Plan, number: int, spec: StageSpec | ShardSpec) -> Plan:
+    """Return the plan with one actor's spec replaced by one for the same layers, or for the same experts."""
+    if isinstance(spec, StageSpec):
+        old = plan.stages[number]
+        assert (old.first, old.stop, old.experts) == (spec.first, spec.stop, spec.experts), "another part of the model"
+        return replace(plan, stages=(*plan.stages[:number], spec, *plan.stages[number + 1 :]))
+    before = plan.shards[number]
+    assert (before.shard, before.num_shards, before.experts) == (spec.shard, spec.num_shards, spec.experts)
+    return replace(plan, shards=(*plan.shards[:number], spec, *plan.shards[number + 1 :]))
 
 
 def share_threads(threads: int, actors: int) -> list[int]:

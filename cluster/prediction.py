@@ -13,11 +13,11 @@ from math import sqrt
 
 from k3ray.cluster import memory_parts
 from k3ray.cluster.budget_plan import ActorBudget
-from k3ray.cluster.expert_shares import ExpertGroup
 from k3ray.cluster.layer_cuts import Division
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import Seat
 from k3ray.cluster.slowest_shard import expected_longest
+from k3ray.workers.expert_owners import ExpertGroup
 from k3ray.workers.expert_reader import expert_slot_bytes
 from k3ray.workers.model.config import ModelConfig
 

@@ -46,20 +46,22 @@ class RayRuntime:
         """Ray's own processes that we have started, by role; their children are the actors. Empty where joined."""
         return dict(self.daemons)
 
-    def actor_options(self, num_cpus: float, memory_bytes: int | None, name: str) -> dict[str, Any]:
+    def actor_options(
+        self, num_cpus: float, memory_bytes: int | None, name: str, node_id: str | None = None
+    ) -> dict[str, Any]:
         """Options for `Class.options(**...)` of one actor, for placement where the plan has decided.
 
         A joined cluster is told what the actor takes, so that the jobs of others keep away from it; Ray then waits in
         silence for a node that has as much. A private Ray counts nothing, so it never waits. Threads and environment
         are left alone: the actor's own pools decide (Ray sets OMP_NUM_THREADS only where the user has not). The actor
-        stays on this driver's node, whose files and memory the plan has looked at, also where the cluster has others.
+        is bound to the node that the plan has looked at, or, with none named, to this driver's, and to no other.
         """
         options: dict[str, Any] = {"name": name, "num_cpus": 0 if self.started else num_cpus, "num_gpus": 0}
         if memory_bytes is not None and not self.started:
             options["memory"] = memory_bytes
         if not self.started:
-            here = ray.get_runtime_context().get_node_id()
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
+            node_id = node_id or ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
         return {**options, "max_restarts": 0, "max_task_retries": 0}
 
 

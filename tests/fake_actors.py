@@ -14,11 +14,12 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from k3ray.cluster.actor_calls import ActorGone, ActorId
-from k3ray.cluster.plan import Plan
+from k3ray.cluster.plan import Plan, with_spec
 from k3ray.workers.frames import decode_activations
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import load_shard, load_stage
 from k3ray.workers.shard_link import ReplaceableShard, ShardGone
+from k3ray.workers.specs import ShardSpec, StageSpec
 
 Ticket = Future[Any]
 How = Literal["dies before", "dies after", "hangs", "is stuck"]
@@ -192,8 +193,10 @@ class FakeActors:
     def kill(self, actor: ActorId) -> None:
         self.processes[actor].kill()
 
-    def start(self, actor: ActorId) -> Ticket:
+    def start(self, actor: ActorId, spec: StageSpec | ShardSpec | None = None) -> Ticket:
         self.kill(actor)
+        if spec is not None:
+            self.plan = with_spec(self.plan, actor.number, spec)
         self.generations[actor] += 1
         process = self.processes[actor] = Process(self, actor)
         return process.call("load", ())

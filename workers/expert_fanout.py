@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from k3ray.workers.expert_owners import ExpertOwners
 from k3ray.workers.failure import Failure
 from k3ray.workers.frames import ExpertRequest, decode_expert_reply, encode_expert_request
 
@@ -35,20 +36,17 @@ class ShardLink(Protocol):
         ...
 
 
-def shard_of(expert: Any, num_shards: int) -> Any:
-    """Return which shard holds an expert, or each of an array of them: dealt out in turn, alike in every layer."""
-    return expert % num_shards
-
-
 class RemoteExperts:
     """Routed experts computed by ExpertShards."""
 
-    def __init__(self, links: Sequence[ShardLink]) -> None:
+    def __init__(self, links: Sequence[ShardLink], owners: ExpertOwners | None = None) -> None:
+        """owners: which link has which expert; in turn unless given."""
         self._links = links
+        self._owners = owners or ExpertOwners(len(links))
 
     def begin(self, layer: int, expert_ids: Int32Array, latents: Float32Array) -> Callable[[], Float32Array]:
         """Send every shard its pairs; returns the call that collects the outputs (tokens, k, latent) f32."""
-        owners = shard_of(expert_ids, len(self._links))
+        owners = self._owners.of(layer, expert_ids)
         pending = []
         for shard, link in enumerate(self._links):
             mine = owners == shard

@@ -11,7 +11,8 @@ from k3ray.workers.cache.circle import CirclePolicy
 from k3ray.workers.checkpoint.binding import Binding, bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
-from k3ray.workers.expert_fanout import RemoteExperts, ShardLink, shard_of
+from k3ray.workers.expert_fanout import RemoteExperts, ShardLink
+from k3ray.workers.expert_owners import ExpertOwners
 from k3ray.workers.expert_reader import ExpertReader
 from k3ray.workers.experts import ExpertStore, LocalExperts
 from k3ray.workers.io_counts import IoCounts
@@ -20,61 +21,16 @@ from k3ray.workers.model.embedding import Embedding
 from k3ray.workers.model.slice import Slice, SliceParts
 from k3ray.workers.model.weights import Matrices, ShardMatrices, WeightSources, read_head, read_layer
 from k3ray.workers.shard import ExpertShard
+from k3ray.workers.specs import CheckpointSpec, ShardSpec, StageSpec, TapeSpec
 from k3ray.workers.stage import LayerStage
 from k3ray.workers.tape.residency import fixed_residency
 from k3ray.workers.tape.source import TapeSource
 from k3ray.workers.tape.tape import open_tape
 
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSpec:
-    """Which model: its folder, its config when that lies elsewhere, and how many of its layers are run.
-
-    mirrors: folders with the same checkpoint, asked for an expert that the first one cannot give.
-    """
-
-    model_dir: Path
-    config_path: Path | None
-    num_layers: int
-    mirrors: tuple[Path, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TapeSpec:
-    """A stage's tape: the packed folder, how many of its chunks stay in memory, how many buffers stream the others."""
-
-    folder: Path
-    pinned_chunks: int
-    ring_chunks: int
-
-
-@dataclass(frozen=True, slots=True)
-class StageSpec:
-    """One stage's part: layers first..stop-1 (zero-based), and the cores that its threads may use.
-
-    tape: where its matrices are streamed from; None: they are read whole from the shards. cache_slots: how many of
-    its routed experts are in memory at a time; None: all of them.
-    """
-
-    checkpoint: CheckpointSpec
-    first: int
-    stop: int
-    threads: int
-    cores: tuple[int, ...]
-    tape: TapeSpec | None = None
-    cache_slots: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
-    """One shard's part: the experts that shard_of gives to number `shard` of num_shards, in every MoE layer."""
-
-    checkpoint: CheckpointSpec
-    shard: int
-    num_shards: int
-    threads: int
-    cores: tuple[int, ...]
-    cache_slots: int | None = None
+__all__ = [
+    "Checkpoint", "CheckpointSpec", "LoadedSlice", "ShardSpec", "StageSpec", "TapeSpec", "load_shard", "load_slice",
+    "load_stage", "open_checkpoint",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +92,8 @@ def load_slice(spec: StageSpec, shards: Sequence[ShardLink]) -> LoadedSlice:
         head=read_head(sources) if has_head else None,
     )
     if shards:
-        return LoadedSlice(Slice(parts, RemoteExperts(shards), pool), None, tape)
+        owners = ExpertOwners(len(shards), config.num_experts, spec.experts)
+        return LoadedSlice(Slice(parts, RemoteExperts(shards, owners), pool), None, tape)
     layers = [layer for layer in config.moe_layers if spec.first <= layer < spec.stop]
     owned = len(layers) * config.num_experts
     store = _open_store(checkpoint, pool, owned, spec.cache_slots, lambda layer, expert: layer in layers)
@@ -153,12 +110,14 @@ def load_shard(spec: ShardSpec) -> tuple[ExpertShard, ExpertStore]:
     """Open a shard's cache; its experts are read when they are first needed."""
     checkpoint = open_checkpoint(spec.checkpoint)
     config, pool = checkpoint.config, RowPool(spec.threads, spec.cores)
-    mine = sum(shard_of(expert, spec.num_shards) == spec.shard for expert in range(config.num_experts))
+    owners = ExpertOwners(spec.num_shards, config.num_experts, spec.experts)
+    mine = owners.held_by(spec.shard, config.moe_layers, config.num_experts)
 
     def owns(layer: int, expert: int) -> bool:
-        return config.is_moe(layer) and bool(shard_of(expert, spec.num_shards) == spec.shard)
+        return layer in mine and bool(mine[layer][expert])
 
-    store = _open_store(checkpoint, pool, mine * len(config.moe_layers), spec.cache_slots, owns)
+    owned = sum(int(mask.sum()) for mask in mine.values())
+    store = _open_store(checkpoint, pool, owned, spec.cache_slots, owns)
     return ExpertShard(store), store
 
 

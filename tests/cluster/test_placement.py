@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from k3ray.cluster.budget import MemoryFailure, plan_budget, smallest_plan
 from k3ray.cluster.budget_plan import HostRun
 from k3ray.cluster.cluster_file import described_node, described_speeds
-from k3ray.cluster.expert_shares import ExpertGroup, deal_experts, share_experts, share_whole
+from k3ray.cluster.expert_shares import share_experts, share_whole
 from k3ray.cluster.layer_cuts import SeatDivider, SeatUse, cut_layers
 from k3ray.cluster.machine import MemoryLimits
 from k3ray.cluster.memory_parts import frame_bytes
@@ -28,6 +28,7 @@ from k3ray.cluster.slowest_shard import expected_longest
 from k3ray.cluster.topology import NodeFacts, NodeSpeeds
 from k3ray.cluster.trunk_dial import trunk_dial
 from k3ray.cluster.wishes import Wishes
+from k3ray.workers.expert_owners import ExpertGroup, deal_experts
 from k3ray.workers.model.config import read_config
 from k3ray.workers.tape.layout import plan_layout
 from k3ray.workers.tape.residency import pinning_order
@@ -281,7 +282,7 @@ def test_the_deal_is_even_in_every_layer(weights: list[int], layers: int) -> Non
 
 
 def test_equal_shards_are_dealt_in_turn() -> None:
-    """As workers/expert_fanout.shard_of does."""
+    """As workers/expert_owners.shard_of does."""
     owners = deal_experts(ExpertGroup((1, 2), (8, 8, 8, 8)), 16)
     assert (owners == np.arange(16) % 4).all()
     with pytest.raises(ValueError, match="16 experts dealt"):

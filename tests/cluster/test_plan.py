@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k3ray.cluster.plan import PlanFailure, make_plan
-from k3ray.workers.expert_fanout import shard_of
+from k3ray.workers.expert_owners import shard_of
 from k3ray.workers.loading import CheckpointSpec
 
 
