@@ -8,7 +8,7 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
-from k3ray.workers.held_snapshot import SnapshotPlace
+from k3ray.workers.held_snapshot import MARK_BYTES, SnapshotPlace
 
 
 class SnapshotFile:
@@ -17,28 +17,53 @@ class SnapshotFile:
     def __init__(self, pieces: Iterable[pa.Buffer] = ()) -> None:
         """Open the file and write the pieces one by one; OSError when the temporary folder (TMPDIR) has no room."""
         self._file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - open as long as this object
+        self._begin = 0
         self._sizes: list[int] = []
         for piece in pieces:
             self.add(piece)
 
     @classmethod
     def adopt(cls, place: SnapshotPlace) -> SnapshotFile:
-        """Open what a stage of this host holds; it stays readable when the stage is gone. OSError when it is gone."""
+        """Open what a stage of this host holds; it stays readable when the stage is gone.
+
+        OSError when it is gone, or when what is there now is not what the stage has written.
+        """
         found = cls.__new__(cls)
         found._file = place.path.open("rb")
-        found._sizes = list(place.sizes)
+        found._begin, found._sizes = MARK_BYTES, list(place.sizes)
+        if found._file.read(MARK_BYTES) != place.mark:
+            raise OSError(f"{place.path} is not the snapshot that a stage has written: is it on another host?")
         return found
+
+    @classmethod
+    def empty(cls, sizes: Iterable[int]) -> SnapshotFile:
+        """Open a file for pieces of these sizes, whose bytes come by `write`."""
+        found = cls()
+        found._sizes = list(sizes)
+        return found
+
+    def write(self, contents: bytes) -> None:
+        """Write what comes next of the pieces; OSError when there is no room."""
+        self._file.write(contents)
 
     def add(self, piece: pa.Buffer) -> None:
         """Write one more piece."""
         self._file.write(memoryview(piece))
         self._sizes.append(piece.size)
 
+    @property
+    def total_bytes(self) -> int:
+        """The size of all pieces."""
+        return sum(self._sizes)
+
     def pieces(self) -> Iterator[pa.Buffer]:
         """Read them back, one at a time."""
-        self._file.seek(0)
+        place = self._begin
         for size in self._sizes:
+            self._file.seek(place)
             yield pa.py_buffer(self._file.read(size))
+            place += size
 
     def __del__(self) -> None:
-        self._file.close()
+        if hasattr(self, "_file"):
+            self._file.close()

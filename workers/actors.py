@@ -18,7 +18,7 @@ import ray
 from k3ray.kernels.compile import compile_all
 from k3ray.workers.experts import ExpertStore
 from k3ray.workers.failure import Failure
-from k3ray.workers.held_snapshot import SnapshotPlace
+from k3ray.workers.held_snapshot import SnapshotChunk, SnapshotPlace
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
 from k3ray.workers.model.snapshot import StatePiece
@@ -130,6 +130,10 @@ class LayerStageActor:
         """See LayerStage.snapshot."""
         return _loaded(self._stage).snapshot(session)
 
+    def snapshot_chunk(self, session: int, offset: int) -> SnapshotChunk:
+        """See LayerStage.snapshot_chunk: call it in the group ASIDE."""
+        return _loaded(self._stage).snapshot_chunk(session, offset)
+
     def apply(self, message: pa.Buffer) -> pa.Buffer:
         """See LayerStage.apply."""
         return _loaded(self._stage).apply(message)
@@ -169,6 +173,10 @@ class ExpertShardActor:
     def ping(self) -> int:
         """See LayerStageActor.ping."""
         return os.getpid()
+
+    def busy_s(self) -> float:
+        """See ExpertShard.busy_s: call it in the group ASIDE."""
+        return self._shard.busy_s() if self._shard is not None else 0.0
 
     def apply(self, message: pa.Buffer) -> pa.Buffer:
         """See ExpertShard.apply."""

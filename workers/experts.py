@@ -80,6 +80,12 @@ class ExpertStore:
         """Return (layer, expert) of every expert used so far that has a NaN scale byte, sorted."""
         return sorted(self._damaged_met)
 
+    def damaged_among(self, layer: int, experts: Int32Array) -> tuple[int, ...]:
+        """Return which of experts that were used are damaged, sorted: the same however often they were used before."""
+        if not self._damaged_met:
+            return ()
+        return tuple(sorted(expert for expert in set(experts.tolist()) if (layer, expert) in self._damaged_met))
+
     def compute(self, layer: int, latents: Float32Array, token_rows: Int32Array, experts: Int32Array) -> Float32Array:
         """Return (pairs, latent) f32: expert experts[i] on latents[token_rows[i]].
 

@@ -23,6 +23,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+Damaged = tuple[tuple[int, int], ...]
 
 
 class FrameError(Failure):
@@ -36,7 +37,8 @@ class ActivationFrame:
     Rows are tokens; the tokens of one session stand together, at consecutive positions.
     step: the driver's number of this step. sessions, positions, ids: (tokens,). wants_logits: (tokens,) bool.
     prefix: (tokens, hidden) f32, the running sum p; zero columns before the first stage has embedded the ids.
-    blocks: (tokens, num_blocks, hidden) f32, the finished AttnRes blocks B.
+    blocks: (tokens, num_blocks, hidden) f32, the finished AttnRes blocks B. damaged: (layer, expert) of the experts
+    with a NaN scale byte that this step has used so far: it travels with the step, so that no death can hide it.
     """
 
     step: int
@@ -46,6 +48,7 @@ class ActivationFrame:
     wants_logits: BoolArray
     prefix: Float32Array
     blocks: Float32Array
+    damaged: Damaged = ()
 
     def segments(self) -> list[tuple[int, int, int]]:
         """Return (session, first row, row after the last) for every session; refuse rows that are out of order."""
@@ -62,12 +65,16 @@ class ActivationFrame:
 
 @dataclass(frozen=True, slots=True)
 class LogitsFrame:
-    """What the last stage answers: logits (rows, vocab) f32 of the tokens that wanted them, with where they belong."""
+    """What the last stage answers: logits (rows, vocab) f32 of the tokens that wanted them, with where they belong.
+
+    damaged: see ActivationFrame.
+    """
 
     step: int
     sessions: Int64Array
     positions: Int64Array
     logits: Float32Array
+    damaged: Damaged = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +97,11 @@ class ExpertRequest:
 
 @dataclass(frozen=True, slots=True)
 class ExpertReply:
-    """outputs: (pairs, latent) f32, in the request's order."""
+    """outputs: (pairs, latent) f32, in the request's order. damaged: of the experts asked for, those with a NaN scale."""
 
     layer: int
     outputs: Float32Array
+    damaged: tuple[int, ...] = ()
 
 
 def encode_activations(frame: ActivationFrame) -> pa.Buffer:
@@ -110,12 +118,12 @@ def encode_activations(frame: ActivationFrame) -> pa.Buffer:
     if frame.blocks.size:
         columns["blocks"] = _rows(frame.blocks.reshape(tokens, -1))
     numbers = {"step": frame.step, "num_blocks": frame.blocks.shape[1], "hidden": frame.prefix.shape[1]}
-    return _write("activations", numbers, columns)
+    return _write("activations", numbers, columns, _pairs_text(frame.damaged))
 
 
 def decode_activations(message: pa.Buffer) -> ActivationFrame:
     """Return the frame over the message's own memory; FrameError when it is another kind of message."""
-    batch, numbers = _read("activations", message)
+    batch, numbers, damaged = _read("activations", message)
     return ActivationFrame(
         step=numbers["step"],
         sessions=_values(batch, "session"),
@@ -124,6 +132,7 @@ def decode_activations(message: pa.Buffer) -> ActivationFrame:
         wants_logits=_values(batch, "wants_logits").view(np.bool_),
         prefix=_row_values(batch, "prefix", (numbers["hidden"],)),
         blocks=_row_values(batch, "blocks", (numbers["num_blocks"], numbers["hidden"])),
+        damaged=_pairs(damaged),
     )
 
 
@@ -134,17 +143,18 @@ def encode_logits(frame: LogitsFrame) -> pa.Buffer:
         "position": pa.array(frame.positions),
         "logits": _rows(frame.logits),
     }
-    return _write("logits", {"step": frame.step, "vocab": frame.logits.shape[1]}, columns)
+    return _write("logits", {"step": frame.step, "vocab": frame.logits.shape[1]}, columns, _pairs_text(frame.damaged))
 
 
 def decode_logits(message: pa.Buffer) -> LogitsFrame:
     """Return the answer over the message's own memory; FrameError when it is another kind of message."""
-    batch, numbers = _read("logits", message)
+    batch, numbers, damaged = _read("logits", message)
     return LogitsFrame(
         step=numbers["step"],
         sessions=_values(batch, "session"),
         positions=_values(batch, "position"),
         logits=_row_values(batch, "logits", (numbers["vocab"],)),
+        damaged=_pairs(damaged),
     )
 
 
@@ -157,7 +167,7 @@ def encode_expert_request(request: ExpertRequest) -> pa.Buffer:
 
 def decode_expert_request(message: pa.Buffer) -> ExpertRequest:
     """Return the request over the message's own memory; FrameError when it is another kind of message."""
-    batch, numbers = _read("experts", message)
+    batch, numbers, _ = _read("experts", message)
     asked = batch.column("experts")
     return ExpertRequest(
         layer=numbers["layer"],
@@ -170,21 +180,33 @@ def decode_expert_request(message: pa.Buffer) -> ExpertRequest:
 def encode_expert_reply(reply: ExpertReply) -> pa.Buffer:
     """Return the outputs as one Arrow IPC message."""
     numbers = {"layer": reply.layer, "latent": reply.outputs.shape[1]}
-    return _write("outputs", numbers, {"output": _rows(reply.outputs)})
+    return _write("outputs", numbers, {"output": _rows(reply.outputs)}, " ".join(map(str, reply.damaged)))
 
 
 def decode_expert_reply(message: pa.Buffer) -> ExpertReply:
     """Return the outputs over the message's own memory; FrameError when it is another kind of message."""
-    batch, numbers = _read("outputs", message)
-    return ExpertReply(numbers["layer"], _row_values(batch, "output", (numbers["latent"],)))
+    batch, numbers, damaged = _read("outputs", message)
+    outputs = _row_values(batch, "output", (numbers["latent"],))
+    return ExpertReply(numbers["layer"], outputs, tuple(map(int, damaged.split())))
 
 
 def _rows(values: Float32Array) -> pa.FixedSizeListArray:
     return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values).reshape(-1)), values.shape[1])
 
 
-def _write(kind: str, numbers: Mapping[str, int], columns: Mapping[str, pa.Array]) -> pa.Buffer:
+def _pairs_text(damaged: Damaged) -> str:
+    return " ".join(f"{layer} {expert}" for layer, expert in damaged)
+
+
+def _pairs(text: str) -> Damaged:
+    numbers = list(map(int, text.split()))
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _write(kind: str, numbers: Mapping[str, int], columns: Mapping[str, pa.Array], damaged: str = "") -> pa.Buffer:
     metadata = {"format": FORMAT, "kind": kind, **{name: str(value) for name, value in numbers.items()}}
+    if damaged:  # hardly ever: a message of a sound model has the bytes that it would have without
+        metadata["damaged"] = damaged
     batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
     batch = batch.replace_schema_metadata(metadata)
     sink = pa.BufferOutputStream()
@@ -193,7 +215,7 @@ def _write(kind: str, numbers: Mapping[str, int], columns: Mapping[str, pa.Array
     return sink.getvalue()
 
 
-def _read(kind: str, message: pa.Buffer) -> tuple[pa.RecordBatch, dict[str, int]]:
+def _read(kind: str, message: pa.Buffer) -> tuple[pa.RecordBatch, dict[str, int], str]:
     try:
         batch = pa.ipc.open_stream(message).read_next_batch()
     except (pa.ArrowInvalid, StopIteration) as error:
@@ -204,8 +226,8 @@ def _read(kind: str, message: pa.Buffer) -> tuple[pa.RecordBatch, dict[str, int]
     found = metadata.get("format"), metadata.get("kind")
     if found != (FORMAT, kind):
         raise FrameError(f"expected a message of format {FORMAT} and kind {kind}, found {found}: mixed versions?")
-    numbers = {name: int(text) for name, text in metadata.items() if name not in ("format", "kind")}
-    return batch, numbers
+    numbers = {name: int(text) for name, text in metadata.items() if name not in ("format", "kind", "damaged")}
+    return batch, numbers, metadata.get("damaged", "")
 
 
 def _values(batch: pa.RecordBatch, name: str) -> npt.NDArray[Any]:

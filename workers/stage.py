@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from k3ray.workers.failure import Failure
 from k3ray.workers.frames import ActivationFrame, LogitsFrame, decode_activations, encode_activations, encode_logits
-from k3ray.workers.held_snapshot import HeldSnapshot, SnapshotPlace
+from k3ray.workers.held_snapshot import HeldSnapshot, SnapshotChunk, SnapshotGone, SnapshotPlace
 from k3ray.workers.model.feed_forward import Observe
 from k3ray.workers.model.slice import Slice
 from k3ray.workers.model.snapshot import StatePiece
@@ -72,11 +72,18 @@ class LayerStage:
         return self._slice.snapshot_piece(session, piece)
 
     def snapshot(self, session: int) -> SnapshotPlace:
-        """Write the sequence's state where others of this host can read it, until its next snapshot or its close."""
+        """Write the sequence's state where others can read it, until its next snapshot or its close."""
         self._let_go(session)
         pieces = (self._slice.snapshot_piece(session, piece) for piece in self._slice.pieces(session))
         self._held[session] = HeldSnapshot(pieces)
         return self._held[session].place
+
+    def snapshot_chunk(self, session: int, offset: int) -> SnapshotChunk:
+        """Return a part of the last snapshot (HeldSnapshot.chunk); another thread than apply's may ask for it."""
+        held = self._held.get(session)
+        if held is None:
+            raise SnapshotGone(f"no snapshot of session {session} is held: it was closed meanwhile")
+        return held.chunk(offset)
 
     def _let_go(self, session: int) -> None:
         held = self._held.pop(session, None)
