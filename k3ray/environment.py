@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from k3ray.workers.failure import Failure
 
@@ -20,13 +21,16 @@ class EnvironmentFailure(Failure):
 class Environment:
     """What the environment says. model_dir: K3_MODEL_DIR. tokenizer: K3_TOK_FILES. threads: OMP_NUM_THREADS.
 
-    ray_address: RAY_ADDRESS. None where a variable is unset or empty.
+    ray_address: RAY_ADDRESS. hf_token: HF_TOKEN, which no text shows. hf_endpoint: HF_ENDPOINT, a hub's or mirror's
+    address. None where a variable is unset or empty.
     """
 
     model_dir: Path | None
     tokenizer: Path | None
     threads: int | None
     ray_address: str | None
+    hf_token: str | None = field(default=None, repr=False)
+    hf_endpoint: str | None = None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -37,6 +41,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         tokenizer=_path(found, "K3_TOK_FILES"),
         threads=_threads(found),
         ray_address=found.get("RAY_ADDRESS") or None,
+        hf_token=_token(found),
+        hf_endpoint=_endpoint(found),
     )
 
 
@@ -57,3 +63,25 @@ def _threads(variables: Mapping[str, str]) -> int | None:
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 4096:
         raise EnvironmentFailure(f"OMP_NUM_THREADS={text}: expected a number from 1 to 4096; correct or unset it")
     return int(text)
+
+
+def _token(variables: Mapping[str, str]) -> str | None:
+    text = (variables.get("HF_TOKEN") or "").strip()
+    if not all("!" <= character <= "~" for character in text):
+        raise EnvironmentFailure("HF_TOKEN: found something that is no token (not shown); correct it or unset it")
+    return text or None
+
+
+def _endpoint(variables: Mapping[str, str]) -> str | None:
+    text = variables.get("HF_ENDPOINT")
+    if not text:
+        return None
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.username is None
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        expected = "expected a hub's address like https://huggingface.co, with no user, ? or #"
+        raise EnvironmentFailure(f"HF_ENDPOINT: {expected}; correct it or unset it")
+    return text.rstrip("/")

@@ -38,3 +38,24 @@ def test_malformed_threads(text: str) -> None:
 def test_paths_must_exist(name: str) -> None:
     with pytest.raises(EnvironmentFailure, match=f"{name}=/nowhere/at/all: there is no such file"):
         read_environment({name: "/nowhere/at/all"})
+
+
+def test_a_token_is_taken_and_never_shown() -> None:
+    found = read_environment({"HF_TOKEN": " hf_secret\n", "HF_ENDPOINT": "https://mirror.example/"})
+    assert (found.hf_token, found.hf_endpoint) == ("hf_secret", "https://mirror.example")
+    assert "hf_secret" not in repr(found)
+
+
+def test_a_malformed_token_is_refused_without_showing_it() -> None:
+    with pytest.raises(EnvironmentFailure, match="HF_TOKEN") as caught:
+        read_environment({"HF_TOKEN": "hf_se cret"})
+    assert "cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["huggingface.co", "ftp://a", "https://", "https://u:pw@a", "https://a?b", "http://[x"]
+)
+def test_an_endpoint_is_an_address(text: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"HF_ENDPOINT: expected a hub's address") as caught:
+        read_environment({"HF_ENDPOINT": text})
+    assert "pw" not in str(caught.value)
