@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks.trunk_quantisation MODEL_DIR --plot trunk.png
 
-Any checkpoint: its matrices are read one at a time, several times a run. The logits are those of `--tokens` seeded ids (or of
-`--ids`), all in one prefill, the routed experts as they are; each form is compared with the exact run. Random
-checkpoints have Gaussian weights and nearly tied routers: how far an error of the weights gets in a trained one must be
-measured there, with the same command.
+Any checkpoint: its matrices are read one at a time, several times a run. The logits are those of `--tokens` seeded ids
+(or of `--ids`), all in one prefill, the routed experts as they are; each form is compared with the exact run. Random
+checkpoints have Gaussian weights and nearly tied routers: how far an error of the weights gets in a trained one must
+be measured there, with the same command.
 """
 
 from __future__ import annotations
