@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.hosts import NoHosts
+from tests.ray_hosts import RayHosts
 
 settings.register_profile("k3ray", deadline=None)  # the machine may be busy; counts bound the work, not clocks
 settings.load_profile("k3ray")
@@ -32,3 +36,14 @@ def k3b_dir() -> Path:
 def k3a_dir(shared_data: Path) -> Path:
     """The larger golden checkpoint, read in place."""
     return shared_data / "golden" / "k3a"
+
+
+@pytest.fixture(scope="session")
+def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
+    """A Ray cluster of three hosts (tests/ray_hosts.py), for tests that leave all of them alive and connected."""
+    try:
+        hosts = RayHosts(tmp_path_factory.mktemp("hosts"), 3)
+    except NoHosts as reason:
+        pytest.skip(str(reason))
+    with hosts:
+        yield hosts

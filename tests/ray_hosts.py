@@ -1,0 +1,93 @@
+"""A Ray cluster over hosts made for tests: started as a user starts one, with Ray's tokens on."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from k3ray.kernels.compile import cache_directory
+from tests.hosts import Host, Hosts, Inside
+
+PROGRAMS = Path(sys.executable).parent  # not resolved: the environment's folder, with ray and k3ray in it
+PORT = 6379
+STORE_BYTES = 80_000_000
+LEAN = (
+    *("--num-cpus=2", "--num-gpus=0", f"--object-store-memory={STORE_BYTES}", "--temp-dir=/tmp/ray"),
+    *("--disable-usage-stats", "--include-log-monitor=false", "--log-style=record"),
+)
+START_S = 90.0
+
+
+class RayHosts(Hosts):
+    """Hosts, the first of which is the head of a Ray cluster."""
+
+    def __init__(self, folder: Path, count: int, settings: Mapping[str, str] | None = None) -> None:
+        """Make `count` hosts and start Ray on them. settings: Ray's own, RAY_..., of every daemon."""
+        super().__init__(folder)
+        self.settings = dict(settings or {})
+        try:
+            self.start_ray(self.add())
+            started = [self.begin_join(self.add()) for _ in range(count - 1)]
+            for one in started:
+                _succeeded(one.finish(START_S))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def head(self) -> Host:
+        """The host that everything else has joined."""
+        return self.hosts[0]
+
+    @property
+    def ray_address(self) -> str:
+        """What others give to --address and RAY_ADDRESS."""
+        return f"{self.head.address}:{PORT}"
+
+    def start_ray(self, host: Host) -> None:
+        """`ray start --head` with a token that it makes itself."""
+        _succeeded(self.run(host, [str(PROGRAMS / "ray"), "get-auth-token", "--generate"], self.environment()))
+        command = ["start", "--head", f"--port={PORT}", "--include-dashboard=false", *LEAN]
+        _succeeded(self._ray(host, command).finish(START_S))
+
+    def join_ray(self, host: Host, environment: Mapping[str, str] | None = None) -> None:
+        """`ray start --address` with the head's token, copied as the manual says."""
+        _succeeded(self.begin_join(host, environment).finish(START_S))
+
+    def begin_join(self, host: Host, environment: Mapping[str, str] | None = None) -> Inside:
+        """See join_ray; does not wait."""
+        target = host.home / ".ray"
+        target.mkdir(exist_ok=True)
+        shutil.copy(self.head.home / ".ray" / "auth_token", target / "auth_token")
+        return self._ray(host, ["start", f"--address={self.ray_address}", *LEAN], environment)
+
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What commands in the hosts see: no compiled kernel is compiled again, and Ray asks for tokens."""
+        kernels = cache_directory()
+        shared = {} if kernels is None else {"NUMBA_CACHE_DIR": str(kernels.parent)}
+        base = {"RAY_AUTH_MODE": "token", "RAY_memory_monitor_refresh_ms": "0", **self.settings}
+        return {**base, **shared, **(more or {})}
+
+    def begin_k3ray(self, arguments: Sequence[str], host: Host | None = None, **environment: str) -> Inside:
+        """`k3ray ...` on the head or another host, in the cluster."""
+        place = host or self.head
+        variables = self.environment({"RAY_ADDRESS": self.ray_address, "COLUMNS": "200", **environment})
+        return self.start(place, [str(PROGRAMS / "k3ray"), *arguments], variables)
+
+    def k3ray(
+        self, arguments: Sequence[str], host: Host | None = None, timeout_s: float = 60.0, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """See begin_k3ray; runs it to its end."""
+        return self.begin_k3ray(arguments, host, **environment).finish(timeout_s)
+
+    def _ray(self, host: Host, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Inside:
+        command = [str(PROGRAMS / "ray"), *arguments, f"--node-ip-address={host.address}"]
+        return self.start(host, command, self.environment(environment))
+
+
+def _succeeded(done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode:
+        raise RuntimeError(f"{done.args[-1]}: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
