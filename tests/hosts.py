@@ -1,4 +1,4 @@
-"""Hosts for tests: namespaces of this machine, each with a network, processes, a host name, /tmp and /dev/shm of its own.
+"""Hosts for tests: namespaces of this machine, each with its own network, processes, host name, /tmp and /dev/shm.
 
 They hang on a bridge in a namespace of its own, so the machine's network is never touched, and nothing has a name that
 could be left behind: each host lives as long as a process that waits for the end of a pipe which only the test holds.
@@ -179,8 +179,10 @@ class Hosts:
         (folder / "home").mkdir(parents=True)
         kinds = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
         keeper = subprocess.Popen(
-            ["timeout", "--signal=KILL", str(LIFE_S), "unshare", *kinds, "sh", "-c", FIRST, "k3ray-host"]
-            + [name, str(folder), SHARED_MEMORY],
+            [
+                *("timeout", "--signal=KILL", str(LIFE_S), "unshare", *kinds),
+                *("sh", "-c", FIRST, "k3ray-host", name, str(folder), SHARED_MEMORY),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
