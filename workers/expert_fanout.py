@@ -43,6 +43,7 @@ class RemoteExperts:
         """owners: which link has which expert; in turn unless given."""
         self._links = links
         self._owners = owners or ExpertOwners(len(links))
+        self._damaged: set[tuple[int, int]] = set()
 
     def begin(self, layer: int, expert_ids: Int32Array, latents: Float32Array) -> Callable[[], Float32Array]:
         """Send every shard its pairs; returns the call that collects the outputs (tokens, k, latent) f32."""
@@ -65,6 +66,12 @@ class RemoteExperts:
 
         return collect
 
+    def damaged_among(self, layer: int, experts: Int32Array) -> tuple[int, ...]:
+        """Return which of experts that were used are damaged, sorted, as the shards have said."""
+        if not self._damaged:
+            return ()
+        return tuple(sorted(expert for expert in set(experts.reshape(-1).tolist()) if (layer, expert) in self._damaged))
+
     def _place(self, layer: int, message: pa.Buffer, mine: npt.NDArray[np.bool_], outputs: Float32Array) -> None:
         reply = decode_expert_reply(message)
         if reply.layer != layer or len(reply.outputs) != int(mine.sum()):
@@ -73,3 +80,4 @@ class RemoteExperts:
                 f"{len(reply.outputs)} of layer {reply.layer}"
             )
         outputs[mine] = reply.outputs
+        self._damaged.update((layer, expert) for expert in reply.damaged)

@@ -84,7 +84,9 @@ class ExpertStore:
         """Return which of experts that were used are damaged, sorted: the same however often they were used before."""
         if not self._damaged_met:
             return ()
-        return tuple(sorted(expert for expert in set(experts.tolist()) if (layer, expert) in self._damaged_met))
+        return tuple(
+            sorted(expert for expert in set(experts.reshape(-1).tolist()) if (layer, expert) in self._damaged_met)
+        )
 
     def compute(self, layer: int, latents: Float32Array, token_rows: Int32Array, experts: Int32Array) -> Float32Array:
         """Return (pairs, latent) f32: expert experts[i] on latents[token_rows[i]].
@@ -178,3 +180,7 @@ class LocalExperts:
             return outputs.reshape(tokens, top_k, -1)
 
         return compute
+
+    def damaged_among(self, layer: int, experts: Int32Array) -> tuple[int, ...]:
+        """See ExpertStore.damaged_among."""
+        return self._store.damaged_among(layer, experts)

@@ -97,7 +97,7 @@ class ExpertRequest:
 
 @dataclass(frozen=True, slots=True)
 class ExpertReply:
-    """outputs: (pairs, latent) f32, in the request's order. damaged: of the experts asked for, those with a NaN scale."""
+    """outputs: (pairs, latent) f32, in the request's order. damaged: the experts asked for that have a NaN scale."""
 
     layer: int
     outputs: Float32Array

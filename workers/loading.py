@@ -51,6 +51,7 @@ class LoadedSlice:
     """A slice with what it reads from. store: None where shards hold the experts; tape: None without one."""
 
     layers: Slice
+    experts: LocalExperts | RemoteExperts
     store: ExpertStore | None
     tape: TapeSource | None
 
@@ -93,17 +94,19 @@ def load_slice(spec: StageSpec, shards: Sequence[ShardLink]) -> LoadedSlice:
     )
     if shards:
         owners = ExpertOwners(len(shards), config.num_experts, spec.experts)
-        return LoadedSlice(Slice(parts, RemoteExperts(shards, owners), pool), None, tape)
+        remote = RemoteExperts(shards, owners)
+        return LoadedSlice(Slice(parts, remote, pool), remote, None, tape)
     layers = [layer for layer in config.moe_layers if spec.first <= layer < spec.stop]
     owned = len(layers) * config.num_experts
     store = _open_store(checkpoint, pool, owned, spec.cache_slots, lambda layer, expert: layer in layers)
-    return LoadedSlice(Slice(parts, LocalExperts(store), pool), store, tape)
+    local = LocalExperts(store)
+    return LoadedSlice(Slice(parts, local, pool), local, store, tape)
 
 
 def load_stage(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[LayerStage, LoadedSlice]:
     """Load a stage; see load_slice."""
     loaded = load_slice(spec, shards)
-    return LayerStage(loaded.layers), loaded
+    return LayerStage(loaded.layers, loaded.experts.damaged_among), loaded
 
 
 def load_shard(spec: ShardSpec) -> tuple[ExpertShard, ExpertStore]:

@@ -6,7 +6,8 @@ It does not know who sends the messages or how they travel.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from k3ray.workers.held_snapshot import HeldSnapshot, SnapshotChunk, SnapshotGon
 from k3ray.workers.model.feed_forward import Observe
 from k3ray.workers.model.slice import Slice
 from k3ray.workers.model.snapshot import StatePiece
+from k3ray.workers.step_times import StepClock, StepTimes
+
+DamagedAmong = Callable[[int, npt.NDArray[np.int32]], tuple[int, ...]]
 
 
 class StepConflict(Failure):
@@ -39,9 +43,12 @@ class LayerStage:
     A frame for any other position is an error, never a silent second update (state.py, SequenceState.expect).
     """
 
-    def __init__(self, layers: Slice) -> None:
+    def __init__(self, layers: Slice, damaged_among: DamagedAmong = lambda layer, experts: ()) -> None:
+        """damaged_among: which of a layer's experts, all of which were used, have a NaN scale byte."""
         self._slice = layers
+        self._damaged_among = damaged_among
         self._answered: Answered | None = None
+        self._clock = StepClock()
         self._held: dict[int, HeldSnapshot] = {}
         self._recorded: list[tuple[int, int, npt.NDArray[np.int32]]] | None = None
 
@@ -52,6 +59,11 @@ class LayerStage:
     def recorded_routing(self) -> list[tuple[int, int, npt.NDArray[np.int32]]]:
         """Return what was recorded: (step, layer, ids (tokens, k)), in order."""
         return self._recorded or []
+
+    @property
+    def times(self) -> StepTimes:
+        """Where the time of the steps so far went, in this process."""
+        return self._clock.times
 
     def open_sequence(self, session: int, capacity: int) -> None:
         """Begin an empty sequence of at most capacity positions."""
@@ -109,24 +121,34 @@ class LayerStage:
         Raises StepConflict for a second, different frame of the step just applied; SequenceFailure for a frame at
         an unexpected position; NonFiniteActivation.
         """
+        self._clock.begin()
         frame = decode_activations(message)
         digest = hashlib.blake2b(memoryview(message), digest_size=16).digest()
         if self._answered is not None and self._answered.step == frame.step:
             if self._answered.digest == digest:
                 return self._answered.answer
             raise StepConflict(f"step {frame.step} arrived twice with different contents: a second driver?")
-        moved = self._slice.forward(frame, self._observe(frame.step))
+        used: list[tuple[int, npt.NDArray[np.int32]]] = []
+        moved = self._slice.forward(frame, self._observe(frame.step, used))
+        damaged = {(layer, expert) for layer, ids in used for expert in self._damaged_among(layer, ids)}
+        if damaged:
+            moved = replace(moved, damaged=tuple(sorted(damaged.union(moved.damaged))))
+        self._clock.begin_head()
         answer = self._logits(moved) if self._slice.has_head else encode_activations(moved)
+        self._clock.end(with_head=self._slice.has_head)
         self._answered = Answered(frame.step, digest, answer)
         return answer
 
-    def _observe(self, step: int) -> Observe:
+    def _observe(self, step: int, used: list[tuple[int, npt.NDArray[np.int32]]]) -> Observe:
         def observe(name: str, layer: int, values: npt.NDArray[np.generic]) -> None:
-            if name == "router_ids" and self._recorded is not None:
-                self._recorded.append((step, layer, values.astype(np.int32)))
+            if name == "router_ids":
+                used.append((layer, values.astype(np.int32)))
+                if self._recorded is not None:
+                    self._recorded.append((step, *used[-1]))
 
         return observe
 
     def _logits(self, moved: ActivationFrame) -> pa.Buffer:
         wanted, logits = moved.wants_logits, self._slice.logits(moved)
-        return encode_logits(LogitsFrame(moved.step, moved.sessions[wanted], moved.positions[wanted], logits))
+        places = moved.sessions[wanted], moved.positions[wanted]
+        return encode_logits(LogitsFrame(moved.step, *places, logits, moved.damaged))
