@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from k3ray.workers.failure import Failure
 
 MAX_LISTED = 20
 _CHUNK = 1 << 16  # names turned into keys at a time, which bounds the temporaries
+
+
+class MissingShards(CheckpointError):
+    """A folder that lacks shards which its index file names."""
 
 
 class DuplicateTensor(Failure):
@@ -42,19 +47,26 @@ class _Part:
     kind_ids: npt.NDArray[np.uint32]
 
 
-def build_index(files: ShardFiles) -> TensorIndex:
-    """Index every shard of a checkpoint; raises HeaderError, DuplicateTensor, IndexFileError or CheckpointError."""
+def build_index(
+    files: ShardFiles, read: Callable[[Path], ShardHeader] = read_header, *, partial: bool = False
+) -> TensorIndex:
+    """Index every shard of a checkpoint; raises HeaderError, DuplicateTensor, IndexFileError or CheckpointError.
+
+    read: where a shard's proven header comes from, when it is not the file itself. partial: shards that the index file
+    names may be missing; then the fingerprint is of those that are here.
+    """
     stated = None
     if files.index_path is not None:
         stated = read_index_file(files.index_path)
-        _check_present(stated, files)
+        if not partial:
+            _check_present(stated, files)
     names = NameTable()
     kinds: dict[TensorKind, int] = {}
     digest = hashlib.blake2b(digest_size=16)
     parts = []
     closed = 0
     for shard in files.shards:
-        header = read_header(files.directory / shard.name)
+        header = read(files.directory / shard.name)
         digest.update(repr((shard.name, header.file_bytes, header.digest)).encode())
         tensors = pa.array(header.names, type=pa.large_string())
         parts.append(_read_part(header, tensors, names, kinds))
@@ -134,7 +146,7 @@ def _check_present(stated: IndexFile, files: ShardFiles) -> None:
     if missing:
         listed = ", ".join(missing[:MAX_LISTED]) + (", ..." if len(missing) > MAX_LISTED else "")
         found = f"{len(here)} of its {len(stated.shard_names)} shards; missing: {listed}"
-        raise CheckpointError(stated.path, found, "all of them in this folder: finish the download")
+        raise MissingShards(stated.path, found, "all of them in this folder: finish the download")
 
 
 def _closes(tensors: pa.Array, stated: pa.Array) -> bool:
@@ -149,8 +161,9 @@ def _differences(stated: IndexFile, index: TensorIndex) -> str:
     """How the index file and the headers differ: the first tensors and the count."""
     places: dict[str, str] = {}
     problems = []
+    here = {shard.name for shard in index.shards}
     for shard in stated.shard_names:
-        for name in stated.names_in(shard).to_pylist():
+        for name in stated.names_in(shard).to_pylist() if shard in here else ():
             if name in places:
                 problems.append(f"{show_name(name)} is more than once in the index")
             places[name] = shard
