@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from k3ray.workers.experts import ExpertStore
+from k3ray.workers.step_times import StepTimes
 from k3ray.workers.tape.source import TapeSource
 
 
@@ -14,7 +15,7 @@ class IoCounts:
 
     trunk_bytes, expert_bytes: what the disks gave. trunk_ahead_bytes: of trunk_bytes, read for the step to come.
     requests: experts asked for; hits: of these, resident before anything was read. *_wait_s: time in which the
-    arithmetic stood still.
+    arithmetic stood still. times: where the steps' time went.
     """
 
     trunk_bytes: int = 0
@@ -26,6 +27,7 @@ class IoCounts:
     expert_wait_s: float = 0.0
     requests: int = 0
     hits: int = 0
+    times: StepTimes = field(default_factory=StepTimes)
 
     @property
     def hit_rate(self) -> float:
@@ -46,7 +48,7 @@ class IoCounts:
         return trunk + experts
 
     def __add__(self, other: IoCounts) -> IoCounts:
-        return IoCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return IoCounts(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
     def __sub__(self, other: IoCounts) -> IoCounts:
-        return IoCounts(*(getattr(self, field.name) - getattr(other, field.name) for field in fields(self)))
+        return IoCounts(*(getattr(self, part.name) - getattr(other, part.name) for part in fields(self)))

@@ -61,12 +61,17 @@ class ReplaceableShard:
             except ShardGone:
                 self._await_replacement(generation)
 
-    def replace(self, link: ShardLink, generation: int) -> None:
-        """Ask `link` from now on; an older generation than the present one changes nothing."""
+    def replace(self, link: ShardLink, generation: int) -> ShardLink:
+        """Ask `link` from now on; an older generation than the present one changes nothing.
+
+        Returns the link that is not used any more: whoever still waits on it has to be woken.
+        """
         with self._replaced:
-            if generation > self._generation:
-                self._link, self._generation = link, generation
-                self._replaced.notify_all()
+            if generation <= self._generation:
+                return link
+            unused, self._link, self._generation = self._link, link, generation
+            self._replaced.notify_all()
+            return unused
 
     def _await_replacement(self, lost: int) -> None:
         with self._replaced:
