@@ -1,0 +1,78 @@
+"""The options of the commands that prove: against a reference, against other logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from k3ray.cli_options import Config, Json, ModelDir, whole_number
+
+
+def conform(
+    model_dir: ModelDir = None,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(
+            parser=whole_number, metavar="N", help="Only this layer, from 0; may be given again.", show_default=False
+        ),
+    ] = None,
+    every_layer: Annotated[bool, typer.Option("--all", help="All layers; so it is without --layer, too.")] = False,
+    inputs: Annotated[
+        str,
+        typer.Option(metavar="random|FILE.npz", help="What each layer is fed: a golden.npz or --save-inputs' file."),
+    ] = "random",
+    ids: Annotated[
+        str | None,
+        typer.Option(help="Run these token ids through the whole model too, up to logits.", show_default=False),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(parser=whole_number, metavar="T", help="Random tokens a layer, 1 to 512.")
+    ] = 12,
+    seed: Annotated[int, typer.Option(parser=whole_number, metavar="S", help="Of the random inputs.")] = 0,
+    precision: Annotated[str, typer.Option(help="The reference's arithmetic: float64 or float32.")] = "float64",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Largest relative error of a layer. Default: by precision.", show_default=False),
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="The PyTorch reference's folder. Default: this source tree's.", show_default=False),
+    ] = None,
+    config: Config = None,
+    save_inputs: Annotated[
+        Path | None, typer.Option(help="Save what entered each layer for --ids, as .npz.", show_default=False)
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Write every array's errors to this file.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compare each layer, and a whole prompt, with a PyTorch reference written from the formulas alone."""
+    from k3ray.commands.conform import ConformRequest, run
+
+    run(
+        ConformRequest(
+            model_dir, config, tuple(layer or ()), every_layer, inputs, ids, tokens, seed, precision, tolerance,
+            reference, save_inputs, log, json,
+        )
+    )  # fmt: skip
+
+
+def compare_logits(
+    a: Annotated[str, typer.Argument(help="Logits: raw float32 (--dump-logits), .npy, .json, FILE.npz:ARRAY.")],
+    b: Annotated[str, typer.Argument(help="The logits to compare with them.")],
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Largest difference of two logits. Default: equal bits.", show_default=False),
+    ] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Largest divergence, in nats, either way.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say how far two files of logits are from each other."""
+    from k3ray.commands.compare_logits import run
+
+    run(a, b, tolerance, max_kl, json)
