@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -19,15 +19,20 @@ from k3ray.kernels.compile import compile_all
 from k3ray.workers.experts import ExpertStore
 from k3ray.workers.failure import Failure
 from k3ray.workers.held_snapshot import SnapshotChunk, SnapshotPlace
+from k3ray.workers.hop_address import DoorAddress
+from k3ray.workers.hop_door import HopDoor
+from k3ray.workers.hop_link import HopCounts, HopLink
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
 from k3ray.workers.model.snapshot import StatePiece
 from k3ray.workers.shard import ExpertShard
 from k3ray.workers.shard_link import ReplaceableShard, ShardGone
 from k3ray.workers.stage import LayerStage
+from k3ray.workers.step_times import StepTimes
 
 Part = TypeVar("Part")
 ASIDE = "aside"  # the concurrency group of the calls that are answered while the actor is at work
+LOOK_S = 0.5  # between two looks at whether an answer is still wanted
 
 
 class NotLoaded(Failure):
@@ -56,22 +61,25 @@ def versions() -> dict[str, str]:
     }
 
 
-class RayShardLink:
-    """An ExpertShardActor as a stage sees it."""
+class ShardDoor:
+    """Where a shard's door is, asked of its actor: Ray's call, which is authenticated, carries the secret."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    def submit(self, request: pa.Buffer) -> Any:
-        """Send a request without waiting."""
-        return self._handle.apply.remote(request)
-
-    def collect(self, ticket: Any) -> pa.Buffer:
-        """Wait for the reply; a Failure in the shard is raised as it was there, ShardGone when its process ended."""
+    def __call__(self, given_up: Callable[[], bool]) -> DoorAddress:
+        """Wait until the shard has loaded and answers; see HopLink."""
+        ticket = self._handle.door.remote(ray.get_runtime_context().get_node_id())
+        while not ray.wait([ticket], timeout=LOOK_S)[0]:
+            if given_up():
+                raise ShardGone("the shard was replaced")
         try:
-            return ray.get(ticket)
+            address: DoorAddress = ray.get(ticket)
+            return address
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
+        except ray.exceptions.ActorUnavailableError as error:
+            raise ConnectionError(f"its process cannot be asked: {error}") from None
         except ray.exceptions.RayActorError as error:
             raise ShardGone(str(error)) from None
 
@@ -83,13 +91,15 @@ class LayerStageActor:
         self._stage: LayerStage | None = None
         self._parts: LoadedSlice | None = None
         self._links: list[ReplaceableShard] = []
+        self._hops = HopCounts()
 
     def load(self, spec: StageSpec, shards: Sequence[Any]) -> ProcessReport:
         """Compile the kernels or take them from the cache, and load the stage; shards are actor handles."""
         if self._parts is not None:
             self._parts.close()
         kernels = compile_all()
-        self._links = [ReplaceableShard(RayShardLink(handle)) for handle in shards]
+        self._hops = HopCounts()
+        self._links = [ReplaceableShard(self._link(handle)) for handle in shards]
         self._stage, self._parts = load_stage(spec, self._links)
         return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds)
 
@@ -100,7 +110,12 @@ class LayerStageActor:
     def relink(self, shard: int, generation: int, handle: Any) -> None:
         """Ask another process from now on, also for what the lost one owes: call it in the group ASIDE."""
         if shard < len(self._links):
-            self._links[shard].replace(RayShardLink(handle), generation)
+            unused = self._links[shard].replace(self._link(handle), generation)
+            if isinstance(unused, HopLink):
+                unused.close()
+
+    def _link(self, handle: Any) -> HopLink:
+        return HopLink(ShardDoor(handle), self._hops)
 
     def open_sequence(self, session: int, capacity: int) -> None:
         """See LayerStage.open_sequence."""
@@ -151,8 +166,9 @@ class LayerStageActor:
         return _loaded(self._parts).damaged_met()
 
     def counts(self) -> IoCounts:
-        """See LoadedSlice.counts."""
-        return _loaded(self._parts).counts()
+        """See LoadedSlice.counts; with the times of the steps."""
+        times = _loaded(self._stage).times + StepTimes.of_hops(self._hops)
+        return replace(_loaded(self._parts).counts(), times=times)
 
 
 class ExpertShardActor:
@@ -161,13 +177,17 @@ class ExpertShardActor:
     def __init__(self) -> None:
         self._shard: ExpertShard | None = None
         self._store: ExpertStore | None = None
+        self._door: HopDoor | None = None
 
     def load(self, spec: ShardSpec) -> ProcessReport:
         """Compile the kernels or take them from the cache, and open the shard's cache."""
         if self._store is not None:
             self._store.close()
+        if self._door is not None:
+            self._door.close()
         kernels = compile_all()
         self._shard, self._store = load_shard(spec)
+        self._door = HopDoor(self._shard.apply)
         return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds)
 
     def ping(self) -> int:
@@ -178,17 +198,24 @@ class ExpertShardActor:
         """See ExpertShard.busy_s: call it in the group ASIDE."""
         return self._shard.busy_s() if self._shard is not None else 0.0
 
-    def apply(self, message: pa.Buffer) -> pa.Buffer:
-        """See ExpertShard.apply."""
-        return _loaded(self._shard).apply(message)
+    def door(self, asker_node: str) -> DoorAddress:
+        """Return where a stage on that Ray node reaches this shard, and the secret that lets it in."""
+        door = _loaded(self._door)
+        if asker_node == ray.get_runtime_context().get_node_id():
+            return door.local()
+        return door.at(ray.util.get_node_ip_address())
 
     def damaged_met(self) -> list[tuple[int, int]]:
         """See ExpertStore.damaged_met."""
-        return _loaded(self._store).damaged_met()
+        with _loaded(self._door).turn:
+            return _loaded(self._store).damaged_met()
 
     def counts(self) -> IoCounts:
         """See IoCounts."""
-        return IoCounts.of(_loaded(self._store), None)
+        door = _loaded(self._door)
+        with door.turn:
+            counts = IoCounts.of(_loaded(self._store), None)
+            return replace(counts, times=StepTimes(shard_s=door.work_s))
 
 
 def _loaded(part: Part | None) -> Part:
