@@ -1,4 +1,4 @@
-"""Frames arrive whole and alike, however they are cut on the way; what is no frame is refused before memory is taken."""
+"""Frames arrive whole and alike, however they are cut on the way; what is no frame is refused before it is read."""
 
 from __future__ import annotations
 
