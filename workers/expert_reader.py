@@ -66,11 +66,12 @@ def expert_slot_bytes(config: ModelConfig) -> int:
 
 
 def runs_of(binding: Binding, index: TensorIndex, layer: int, expert: int) -> list[Run]:
-    """Return the reads that bring one expert: in the released layout a single one."""
+    """Return the reads that bring one expert: in the released layout a single one, and none where it is not whole."""
     found = []
     for short, name in binding.expert_tensors(layer, expert).items():
         entry = index.find(name)
-        assert entry is not None  # the binding proved it
+        if entry is None:
+            return []
         found.append((short, entry))
     found.sort(key=lambda item: (str(item[1].path), item[1].offset))
     runs: list[Run] = []
@@ -87,13 +88,18 @@ def runs_of(binding: Binding, index: TensorIndex, layer: int, expert: int) -> li
 class ExpertReader:
     """Reads experts from the first root that gives them; safe from several threads, each with a slot of its own.
 
+    spread: each expert begins with another root, so that all their disks work; a root may lack experts then.
     bytes_read and reads count what the disk was asked for: whole pages.
     """
 
     def __init__(
-        self, roots: Sequence[tuple[Binding, TensorIndex]], say: Callable[[str], None] = lambda line: None
+        self,
+        roots: Sequence[tuple[Binding, TensorIndex]],
+        say: Callable[[str], None] = lambda line: None,
+        spread: bool = False,
     ) -> None:
-        self._roots = roots
+        self._roots = tuple(roots)
+        self._spread = spread
         self._say = say
         self._files: dict[Path, DirectFile] = {}
         self._shards = {index.directory / shard.name: shard for _, index in roots for shard in index.shards}
@@ -112,15 +118,22 @@ class ExpertReader:
     def read(self, layer: int, expert: int, slot: Bytes) -> Expert:
         """Read one expert into the slot (expert_slot_bytes) and return it in place; ExpertUnreadable."""
         failures: list[str] = []
+        turn = expert % len(self._roots) if self._spread else 0
+        found = [
+            runs
+            for binding, index in (*self._roots[turn:], *self._roots[:turn])
+            if (runs := runs_of(binding, index, layer, expert))
+        ]
+        assert found, "the binding proved that a root has it"
         for _ in range(TRIES):
-            for binding, index in self._roots:
+            for runs in found:
                 try:
-                    return self._read(binding, index, layer, expert, slot)
+                    return self._read(runs, slot)
                 except DiskReadFailure as failure:
                     failures.append(str(failure))
         causes = "\n  ".join(dict.fromkeys(failures))
         raise ExpertUnreadable(
-            f"layer {layer} expert {expert} could not be read in {TRIES} tries from {len(self._roots)} folders:\n"
+            f"layer {layer} expert {expert} could not be read in {TRIES} tries from {len(found)} folders:\n"
             f"  {causes}\nThe step that needs it was stopped; what was generated before is sound. Repair the shard, or "
             "name a folder that has another copy with --mirror"
         )
@@ -131,10 +144,10 @@ class ExpertReader:
             for file in self._files.values():
                 file.close()
 
-    def _read(self, binding: Binding, index: TensorIndex, layer: int, expert: int, slot: Bytes) -> Expert:
+    def _read(self, runs: Sequence[Run], slot: Bytes) -> Expert:
         arrays: dict[str, Bytes] = {}
         used = 0
-        for run in runs_of(binding, index, layer, expert):
+        for run in runs:
             room = slot_bytes(run.nbytes)
             view = self._file(run.path).read(slot[used : used + room], run.offset, run.nbytes)
             used += room

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.cache.circle import CirclePolicy
 from k3ray.workers.checkpoint.binding import Binding, bind
-from k3ray.workers.checkpoint.index import open_index
+from k3ray.workers.checkpoint.index import open_index, open_part
+from k3ray.workers.checkpoint.part_binding import ModelPart, bind_part
 from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.expert_fanout import RemoteExperts, ShardLink
 from k3ray.workers.expert_owners import ExpertOwners
@@ -38,12 +41,14 @@ class Checkpoint:
     """An opened and bound checkpoint: every tensor of the text model is there, with the shape the config says.
 
     config: cut to the layers that are run; binding and reader: of the whole checkpoint. mirrors: bound like it.
+    partial: only what was asked for is bound, and the folders hold it together.
     """
 
     config: ModelConfig
     binding: Binding
     reader: TensorReader
     mirrors: tuple[tuple[Binding, TensorReader], ...]
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +75,32 @@ class LoadedSlice:
                 part.close()
 
 
-def open_checkpoint(spec: CheckpointSpec) -> Checkpoint:
-    """Read the config, open the index, bind every tensor; ConfigError or BindError before any weight is read."""
-    config = read_config(spec.config_path or spec.model_dir)
-    (binding, reader), *mirrors = (_bound(config, folder) for folder in (spec.model_dir, *spec.mirrors))
-    return Checkpoint(config.truncated(spec.num_layers), binding, reader, tuple(mirrors))
+def open_checkpoint(spec: CheckpointSpec, part: ModelPart | None = None) -> Checkpoint:
+    """Read the config, open the index, bind every tensor; ConfigError or BindError before any weight is read.
+
+    part: what is bound of folders that hold a part of the shards (spec.partial); nothing of them unless given.
+    """
+    config, folders = _config(spec), (spec.model_dir, *spec.mirrors)
+    truncated = config.truncated(spec.num_layers)
+    if spec.partial:
+        indices = [open_part(folder) for folder in folders]
+        binding = bind_part(config, indices, part or ModelPart())
+        others = tuple((binding, TensorReader(index)) for index in indices[1:])
+        return Checkpoint(truncated, binding, TensorReader(*indices), others, partial=True)
+    (binding, reader), *mirrors = (_bound(config, folder) for folder in folders)
+    return Checkpoint(truncated, binding, reader, tuple(mirrors))
 
 
 def load_slice(spec: StageSpec, shards: Sequence[ShardLink]) -> LoadedSlice:
     """Load a stage's layers; its routed experts are read when they are first needed, unless shards hold them."""
-    checkpoint = open_checkpoint(spec.checkpoint)
-    config, binding, reader = checkpoint.config, checkpoint.binding, checkpoint.reader
-    pool = RowPool(spec.threads, spec.cores)
+    config = _config(spec.checkpoint).truncated(spec.checkpoint.num_layers)
+    layers = [layer for layer in config.moe_layers if spec.first <= layer < spec.stop]
     has_head = spec.stop == config.num_hidden_layers
+    experts = {} if shards else {layer: np.ones(config.num_experts, dtype=bool) for layer in layers}
+    part = ModelPart(range(spec.first, spec.stop), spec.first == 0, has_head, experts)
+    checkpoint = open_checkpoint(spec.checkpoint, part)
+    binding, reader = checkpoint.binding, checkpoint.reader
+    pool = RowPool(spec.threads, spec.cores)
     tape = _open_tape(spec, checkpoint, has_head)
     matrices: Matrices = ShardMatrices(binding, reader) if tape is None else tape
     sources = WeightSources(binding, reader, matrices, pool)
@@ -96,7 +114,6 @@ def load_slice(spec: StageSpec, shards: Sequence[ShardLink]) -> LoadedSlice:
         owners = ExpertOwners(len(shards), config.num_experts, spec.experts)
         remote = RemoteExperts(shards, owners)
         return LoadedSlice(Slice(parts, remote, pool), remote, None, tape)
-    layers = [layer for layer in config.moe_layers if spec.first <= layer < spec.stop]
     owned = len(layers) * config.num_experts
     store = _open_store(checkpoint, pool, owned, spec.cache_slots, lambda layer, expert: layer in layers)
     local = LocalExperts(store)
@@ -111,10 +128,10 @@ def load_stage(spec: StageSpec, shards: Sequence[ShardLink]) -> tuple[LayerStage
 
 def load_shard(spec: ShardSpec) -> tuple[ExpertShard, ExpertStore]:
     """Open a shard's cache; its experts are read when they are first needed."""
-    checkpoint = open_checkpoint(spec.checkpoint)
-    config, pool = checkpoint.config, RowPool(spec.threads, spec.cores)
+    config = _config(spec.checkpoint).truncated(spec.checkpoint.num_layers)
     owners = ExpertOwners(spec.num_shards, config.num_experts, spec.experts)
     mine = owners.held_by(spec.shard, config.moe_layers, config.num_experts)
+    checkpoint, pool = open_checkpoint(spec.checkpoint, ModelPart(experts=mine)), RowPool(spec.threads, spec.cores)
 
     def owns(layer: int, expert: int) -> bool:
         return layer in mine and bool(mine[layer][expert])
@@ -122,6 +139,10 @@ def load_shard(spec: ShardSpec) -> tuple[ExpertShard, ExpertStore]:
     owned = sum(int(mask.sum()) for mask in mine.values())
     store = _open_store(checkpoint, pool, owned, spec.cache_slots, owns)
     return ExpertShard(store), store
+
+
+def _config(spec: CheckpointSpec) -> ModelConfig:
+    return spec.config or read_config(spec.config_path or spec.model_dir)
 
 
 def _bound(config: ModelConfig, folder: Path) -> tuple[Binding, TensorReader]:
@@ -134,8 +155,9 @@ def _open_store(
 ) -> ExpertStore:
     roots = [(checkpoint.binding, checkpoint.reader.index)]
     roots += [(binding, reader.index) for binding, reader in checkpoint.mirrors]
+    reader = ExpertReader(roots, spread=checkpoint.partial)
     num_slots = max(1, owned if slots is None else min(slots, owned))
-    return ExpertStore(checkpoint.config, ExpertReader(roots), CirclePolicy(num_slots), pool, owns)
+    return ExpertStore(checkpoint.config, reader, CirclePolicy(num_slots), pool, owns)
 
 
 def _open_tape(spec: StageSpec, checkpoint: Checkpoint, has_head: bool) -> TapeSource | None:

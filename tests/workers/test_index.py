@@ -334,7 +334,9 @@ def test_a_shard_that_became_wrong_is_refused(folder: Path, cache: list[Path]) -
 
 def test_it_is_made_once(folder: Path, cache: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(index_module, "build_index", lambda files: calls.append(1) or index_build.build_index(files))
+    monkeypatch.setattr(
+        index_module, "build_index", lambda files, partial: calls.append(1) or index_build.build_index(files)
+    )
     first = open_index(folder, cache)
     for _ in range(3):
         assert rows(open_index(folder, cache)) == rows(first)
@@ -352,7 +354,9 @@ def test_a_damaged_cache_is_made_again(
     path.unlink()  # not written in place: an index in use is mapped
     path.write_bytes(data)
     calls = []
-    monkeypatch.setattr(index_module, "build_index", lambda files: calls.append(1) or index_build.build_index(files))
+    monkeypatch.setattr(
+        index_module, "build_index", lambda files, partial: calls.append(1) or index_build.build_index(files)
+    )
     assert rows(open_index(folder, cache)) == expected
     assert len(calls) == 1
     assert rows(open_index(folder, cache)) == expected
@@ -417,7 +421,7 @@ def test_a_disk_without_locks(folder: Path, cache: list[Path], monkeypatch: pyte
 
 
 def test_files_that_change_while_they_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_and_touch(files: Any) -> TensorIndex:
+    def build_and_touch(files: Any, partial: bool) -> TensorIndex:
         os.utime(folder / "a.safetensors", ns=(1, 1))
         return index_build.build_index(files)
 

@@ -30,7 +30,7 @@ class BindError(Failure):
 
     exit_code = 1
 
-    def __init__(self, directory: Path, problems: list[str], count: int, advice: str) -> None:
+    def __init__(self, directory: Path | str, problems: list[str], count: int, advice: str) -> None:
         self.problems = tuple(problems)
         self.count = count
         listed = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED])
@@ -87,7 +87,7 @@ def bind(config: ModelConfig, index: TensorIndex) -> Binding:
     On an index of names alone only the presence is proven.
     """
     prefix = find_prefix(index)
-    binder = _Binder(config, index, prefix)
+    binder = Binder(config, index, prefix)
     binder.refuse_unpacked_experts()
     for short, expected in shapes.top_tensors(config).items():
         binder.bind_one(short, shapes.top_name(prefix, short), expected)
@@ -126,7 +126,7 @@ def find_prefix(index: TensorIndex) -> str:
 _TOP = ("embed_tokens.weight", "norm.weight", "output_attn_res_norm.weight", "output_attn_res_proj.weight")
 
 
-class _Binder:
+class Binder:
     """Collects what is bound and what is wrong while the table of shapes is walked."""
 
     def __init__(self, config: ModelConfig, index: TensorIndex, prefix: str) -> None:
@@ -173,14 +173,14 @@ class _Binder:
                 name = shapes.expert_name(self.prefix, layers.start + place // experts, place % experts, short)
                 self.note(f"{show_name(name)}: not in the checkpoint, expected {_show(expected)}")
             self.count += max(missing - MAX_LISTED, 0)
-        wrong = self._wrong_kinds(rows, wanted, expected)
+        wrong = self.wrong_kinds(rows, wanted, expected)
         for row in wrong[:MAX_LISTED].tolist():
             self.note_wrong(row, expected)
         self.count += max(len(wrong) - MAX_LISTED, 0)
         if len(places):
             self.bound[shapes.EXPERTS + short] = len(places) - len(wrong)
 
-    def _wrong_kinds(self, rows: slice, wanted: npt.NDArray[np.bool_], expected: TensorType) -> npt.NDArray[np.int64]:
+    def wrong_kinds(self, rows: slice, wanted: npt.NDArray[np.bool_], expected: TensorType) -> npt.NDArray[np.int64]:
         """The wanted rows whose dtype or shape is another."""
         if not self.index.has_shapes:
             return np.empty(0, dtype=np.int64)

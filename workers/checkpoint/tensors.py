@@ -63,13 +63,17 @@ def count_nan_scales(scales: npt.NDArray[np.uint8]) -> int:
 
 
 class TensorReader:
-    """Reads by name from the shards of one index; holds their files open until closed."""
+    """Reads by name from the shards of one index, or of several that hold a checkpoint together; keeps the files open.
 
-    def __init__(self, index: TensorIndex) -> None:
+    A tensor that is in several is read from the first of them.
+    """
+
+    def __init__(self, index: TensorIndex, *others: TensorIndex) -> None:
         self.index = index
+        self._indices = (index, *others)
         self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
-        self._shards = {index.directory / shard.name: shard for shard in index.shards}
+        self._shards = {one.directory / shard.name: shard for one in self._indices for shard in one.shards}
 
     def __enter__(self) -> TensorReader:
         return self
@@ -109,10 +113,11 @@ class TensorReader:
 
     def entry(self, name: str) -> TensorEntry:
         """Where a tensor lies; raises TensorReadError when the checkpoint has none of that name."""
-        entry = self.index.find(name)
-        if entry is None:
-            raise TensorReadError(self.index.directory, name, "no such tensor", f"one of its {len(self.index)} tensors")
-        return entry
+        for index in self._indices:
+            entry = index.find(name)
+            if entry is not None:
+                return entry
+        raise TensorReadError(self.index.directory, name, "no such tensor", f"one of its {len(self.index)} tensors")
 
     def _read(self, entry: TensorEntry, offset: int, shape: tuple[int, ...], out: Array | None) -> Array:
         dtype = ARRAY_DTYPES.get(entry.dtype)
