@@ -102,8 +102,8 @@ def open_reference(folder: Path | None, model_dir: Path, config: Path, precision
             "conform compares with a PyTorch model, and torch is not installed: pip install 'k3ray[reference]' "
             "(any CPU build will do)"
         ) from None
-    opened = _load(place).ReferenceModel(model_dir, config, precision, threads)
-    return opened  # type: ignore[no-any-return]  # what it is and does is the folder's to say
+    make: Callable[[Path, Path, str, int], Reference] = _load(place).ReferenceModel
+    return make(model_dir, config, precision, threads)
 
 
 def _load(place: Path) -> Any:

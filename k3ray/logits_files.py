@@ -77,7 +77,7 @@ def _json(path: Path) -> Floats:
         if "logits" not in document:
             report = "the report of a run, which holds ids and no logits" if "generated_ids" in document else "none"
             raise LogitsFileFailure(
-                f'{path}: found {report}, expected numbers under "logits"; k3ray generate --dump-logits FILE writes them'
+                f'{path}: found {report}, expected numbers under "logits"; k3ray generate --dump-logits writes them'
             )
         document = document["logits"]
     try:

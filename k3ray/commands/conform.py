@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import typer
 
-from k3ray.commands.terminal import say
 from k3ray.cluster.machine import physical_cores
+from k3ray.commands.terminal import say
 from k3ray.conform import TOLERANCES, Conformance, LayerReport, Tolerances
-from k3ray.conform_inputs import Inputs, Recording, RecordedPrompt, random_inputs
+from k3ray.conform_inputs import Inputs, RecordedPrompt, Recording, random_inputs
 from k3ray.conform_own import OwnModel
 from k3ray.conform_reference import PRECISIONS, open_reference
 from k3ray.conform_report import HEADER, as_json, conclusion, log_lines, table_line
@@ -160,7 +160,7 @@ def _write(
         write_file(request.log, "\n".join([*lines, "", conclusion(reports), ""]).encode())
         say(f"wrote {request.log}")
     if request.save_inputs is not None:
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for layer, (prefix, blocks) in conformance.entered.items():
             arrays |= {f"prefix_L{layer}": prefix, f"blocks_L{layer}": blocks}
         archive = io.BytesIO()

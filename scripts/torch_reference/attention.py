@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
 from torch_reference.arithmetic import matmul, rms_norm, silu
 from torch_reference.settings import MLA_LATENT_EPS, Settings
 
@@ -61,7 +62,7 @@ def head_decays(stored: Tensor, heads: int) -> Tensor:
 
 
 def short_convolution(padded: Tensor, taps: Tensor) -> Tensor:
-    """Causal depthwise convolution: padded (kernel - 1 + tokens, channels), taps (channels, kernel), the newest last."""
+    """Causal depthwise convolution: padded (kernel - 1 + tokens, channels), taps (channels, kernel), newest last."""
     kernel = taps.shape[1]
     tokens = len(padded) - (kernel - 1)
     total = torch.zeros_like(padded[:tokens])

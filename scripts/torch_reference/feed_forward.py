@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
 from torch_reference.arithmetic import decode_mxfp4, matmul, rms_norm, situ
 from torch_reference.settings import Settings
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
 from torch_reference.arithmetic import matmul, mix, rms_norm
 from torch_reference.attention import kda, mla
 from torch_reference.feed_forward import mixture, mlp, scores_of, select

@@ -42,4 +42,4 @@ def read_settings(path: Path) -> Settings:
     """Read a config.json, nested under text_config as released or flat."""
     document = json.loads(path.read_text("utf-8"))
     config = document.get("text_config", document)
-    return Settings(config, config["linear_attn_config"] if "linear_attn_config" in config else config)
+    return Settings(config, config.get("linear_attn_config", config))
