@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from k3ray import cli_cluster, cli_memory, cli_model, cli_proof
+from k3ray import cli_checkpoint, cli_cluster, cli_memory, cli_model, cli_proof
 from k3ray.workers.failure import Failure
 
 app = typer.Typer(
@@ -22,6 +22,8 @@ app = typer.Typer(
 app.command(epilog="Example: k3ray generate /models/kimi-k3 --prompt 'The capital of France is' --out run.json")(
     cli_model.generate
 )
+app.command(epilog="Example: k3ray download /models/kimi-k3 --workers 8")(cli_checkpoint.download)
+app.command(epilog="Example: k3ray verify /models/kimi-k3 --deep --repair")(cli_checkpoint.verify)
 app.command(epilog="Example: k3ray inspect /models/kimi-k3 --json")(cli_model.inspect)
 app.command(epilog="Example: k3ray pack /models/kimi-k3 /nvme/kimi-k3.tape --verify")(cli_memory.pack)
 app.command(epilog="Example: k3ray budget /models/kimi-k3 --memory 24G")(cli_memory.budget)

@@ -1,0 +1,68 @@
+"""The options of the commands that get a checkpoint and prove it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from k3ray.cli_options import Json, whole_number
+
+Endpoint = Annotated[
+    str | None,
+    typer.Option(help="A hub's or mirror's address. Default: HF_ENDPOINT, else huggingface.co.", show_default=False),
+]
+
+
+def download(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to download to; made if missing.")],
+    tokenizer_only: Annotated[
+        bool, typer.Option("--tokenizer-only", help="Only the tokenizer's two files, 2.8 MB.")
+    ] = False,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="A-B", help="Only the shards of these zero-based layers.", show_default=False),
+    ] = None,
+    workers: Annotated[int, typer.Option(parser=whole_number, metavar="N", help="Files at once.")] = 4,
+    endpoint: Endpoint = None,
+    repo: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Another repository than the release's.", show_default=False),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            help="A commit of 40 digits, or a branch or tag to be resolved once. Default: the pinned release.",
+            show_default=False,
+        ),
+    ] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Read finished files again and compare them.")] = False,
+    stall_timeout: Annotated[
+        int, typer.Option(parser=whole_number, metavar="S", help="Seconds of silence before a line is dropped.")
+    ] = 30,
+    json: Json = False,
+) -> None:
+    """Download a checkpoint, or part of it; run it again to go on where it stopped.
+
+    HF_TOKEN, where it is set, goes to the endpoint and nowhere else.
+    """
+    from k3ray.commands.download import run
+
+    run(directory, repo, revision, endpoint, tokenizer_only, layers, workers, deep, stall_timeout, json)
+
+
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The checkpoint's folder.")],
+    deep: Annotated[bool, typer.Option("--deep", help="Read every file and compare its checksum.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Fetch exactly what is wrong again.")] = False,
+    endpoint: Endpoint = None,
+    json: Json = False,
+) -> None:
+    """Prove a checkpoint: counts, sizes, headers, index, scales, vocabulary, checksums. PASS, or FAIL with exit code 1.
+
+    Works without a network; what cannot be checked is said.
+    """
+    from k3ray.commands.verify import run
+
+    run(directory, deep, repair, endpoint, json)

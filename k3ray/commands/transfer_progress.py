@@ -1,0 +1,77 @@
+"""How a download is shown: a bar on a terminal, else a line now and then, with rate and time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from k3ray.commands.terminal import SECONDS_BETWEEN_LINES, say
+from k3ray.download.counts import Reached
+from k3ray.report import decimal_size
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 42 s, 12 min, 3 h 05 min, 2 d 4 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def line_of(reached: Reached, recent_bytes_per_s: float) -> str:
+    """One line about how far a download is."""
+    text = (
+        f"downloading: {decimal_size(reached.here)} of {decimal_size(reached.of)}, "
+        f"{reached.files_done} of {reached.num_files} files"
+    )
+    if recent_bytes_per_s > 0:
+        left = duration((reached.of - reached.here) / recent_bytes_per_s)
+        text += f", {decimal_size(int(recent_bytes_per_s))}/s, about {left} left"
+    return text
+
+
+class TransferProgress:
+    """Shows what is reached; only the thread that made it calls it."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._said = time.monotonic()
+        self._said_fetched = 0
+
+    def __enter__(self) -> TransferProgress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            console = Console(stderr=True)
+            self._bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True, speed_estimate_period=60)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, reached: Reached) -> None:
+        """Show it."""
+        if self._bar is not None:
+            doing = f"downloading, {reached.files_done} of {reached.num_files} files"
+            if self._task is None:  # what was here already is no speed
+                self._task = self._bar.add_task(doing, completed=reached.here, total=reached.of)
+            self._bar.update(self._task, completed=reached.here, total=reached.of, description=doing)
+            return
+        now = time.monotonic()
+        if now - self._said > SECONDS_BETWEEN_LINES:
+            recent = (reached.fetched - self._said_fetched) / (now - self._said)
+            self._said, self._said_fetched = now, reached.fetched
+            say(line_of(reached, recent))

@@ -1,0 +1,205 @@
+"""Proves a checkpoint folder: every check in its order, each finding with its files, and what could not be checked.
+
+Asks no network: what the hub says comes in as a listing, or from the note of the download.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from k3ray.download.checksum_proof import plan_checksums, prove_checksums
+from k3ray.download.hub import Listing
+from k3ray.download.known_files import Known, read_known
+from k3ray.download.selection import CONFIG, TOKENIZER
+from k3ray.download.shard_proof import ShardProof, explain_strays, prove_shard
+from k3ray.download.verdict import FAIL, Finding, Problem, Verdict, finding, unchecked
+from k3ray.download.vocabulary_proof import prove_vocabulary
+from k3ray.download.workplace import Workplace
+from k3ray.workers.checkpoint.binding import bind
+from k3ray.workers.checkpoint.index import open_index
+from k3ray.workers.checkpoint.shard_files import SUFFIX, CheckpointError
+from k3ray.workers.failure import Failure
+
+MAX_THREADS = 4
+Look = Callable[[int, int], None]
+
+
+def verify(directory: Path, deep: bool, listing: Listing | None, look: Look) -> Verdict:
+    """Prove the folder; raises CheckpointError only where it cannot be looked at at all."""
+    workplace = Workplace(directory.resolve())
+    here = _shards_here(workplace.directory)
+    known = read_known(workplace.directory, listing)
+    reading = _Reading(look, sum(here.values()))
+    shards = _prove_shards(workplace, here, known, reading)
+    findings = [*_small_files(known), *_sizes(here, known), *_contents(workplace, shards, known)]
+    findings.append(prove_vocabulary(workplace, known))
+    checksums, proven = _checksums(workplace, here, known, findings, deep, reading)
+    return Verdict(str(directory), (*findings, checksums), known.partial, frozenset(proven))
+
+
+class _Reading:
+    """Bytes looked at, told onwards; called from several threads."""
+
+    def __init__(self, look: Look, total: int) -> None:
+        self._look = look
+        self._done = 0
+        self._total = total
+        self._lock = threading.Lock()
+
+    def expect(self, more: int) -> None:
+        """More bytes will be read."""
+        self._total += more
+
+    def read(self, count: int) -> None:
+        """So many were."""
+        with self._lock:
+            self._done += count
+            self._look(self._done, self._total)
+
+
+def _threads() -> int:
+    return min(MAX_THREADS, os.cpu_count() or 1)
+
+
+def _shards_here(directory: Path) -> dict[str, int]:
+    """Bytes of each shard in the folder, -1 for one that cannot be looked at."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(directory) if not entry.is_dir())
+    except OSError as error:
+        expected = "a folder with a checkpoint's .safetensors files"
+        raise CheckpointError(directory, f"no folder that can be read ({error.strerror})", expected) from None
+    here = {}
+    for name in names:
+        if name.endswith(SUFFIX) and not name.startswith("."):
+            try:
+                here[name] = (directory / name).stat().st_size
+            except OSError:  # a link to nowhere
+                here[name] = -1
+    return here
+
+
+def _prove_shards(workplace: Workplace, here: dict[str, int], known: Known, reading: _Reading) -> list[ShardProof]:
+    def prove(name: str) -> ShardProof:
+        proof = prove_shard(workplace.final(name), known.index)
+        reading.read(max(here[name], 0))
+        return proof
+
+    with ThreadPoolExecutor(_threads()) as pool:
+        return list(pool.map(prove, here))
+
+
+def _small_files(known: Known) -> list[Finding]:
+    """The config and the index file by themselves."""
+    findings = []
+    if known.config is not None:
+        config = known.config
+        which = "the release's" if known.released else "not the release's"
+        detail = f"{config.num_hidden_layers} layers, {config.num_experts} experts: {which}"
+        findings.append(finding("config", detail))
+    else:
+        findings.append(finding("config", CONFIG, [Problem(CONFIG, known.config_problem or "cannot be read")]))
+    if known.index is not None:
+        detail = f"{len(known.index.names):,} tensors in {len(known.index.shard_names)} shards"
+        findings.append(finding("index file", detail))
+    elif known.index_problem is not None and known.index_name is not None:
+        findings.append(finding("index file", known.index_name, [Problem(known.index_name, known.index_problem)]))
+    else:
+        missing = [name for name in known.files if name.startswith("model.safetensors.index.json")]
+        problems = [Problem(name, "is missing") for name in missing[:1]]
+        no_index = "there is none: every .safetensors file is read"
+        findings.append(finding("index file", "missing", problems) if problems else unchecked("index file", no_index))
+    return findings
+
+
+def _sizes(here: dict[str, int], known: Known) -> list[Finding]:
+    """How many shards, each one's size, and the total."""
+    expected = known.expected or frozenset(here)
+    missing = sorted(expected - set(here))
+    problems = [Problem(name, "is missing") for name in missing]
+    stated = known.expected or known.sizes
+    outside = {*expected, *(known.index.shard_names if known.index is not None else ())}
+    extra = [name for name in here if stated and name not in outside]
+    problems += [Problem(name, "is no shard of this checkpoint: move it away", refetch=False) for name in extra]
+    if not here:
+        problems = problems or [Problem(f"*{SUFFIX}", "there is no shard here", refetch=False)]
+    detail = f"{len(set(here) & expected)} of {len(expected)}" + (f" ({known.partial})" if known.partial else "")
+    count = finding("shard count", detail if known.expected else f"{len(here)}: nothing says how many", problems)
+    if not known.sizes:
+        why = "nothing here says what they should be"
+        return [count, unchecked("each size", why), unchecked("total size", f"{sum(here.values()):,} bytes: {why}")]
+    wrong = [
+        Problem(name, f"found {size:,} bytes, expected {known.sizes[name]:,}")
+        for name, size in here.items()
+        if name in known.sizes and size != known.sizes[name]
+    ]
+    compared = [name for name in here if name in known.sizes and name in expected]
+    sizes = finding("each size", f"{len(compared)} compared with {known.sizes_from}", wrong)
+    total = sum(here[name] for name in compared)
+    due = sum(known.sizes[name] for name in expected if name in known.sizes)
+    text = f"{total:,} of {due:,} bytes"
+    return [count, sizes, Finding("total size", FAIL if total != due else "pass", text)]
+
+
+def _contents(workplace: Workplace, shards: list[ShardProof], known: Known) -> list[Finding]:
+    """Headers, the index against them, the text model's tensors, NaN scales."""
+    tensors = sum(proof.num_tensors for proof in shards)
+    headers = finding(
+        "headers", f"{len(shards)} shards, {tensors:,} tensors", [p for proof in shards for p in proof.header]
+    )
+    if known.index is None:
+        index = unchecked("index against headers", "there is no index file that can be read")
+    else:
+        readable = [proof for proof in shards if not proof.header and proof.name in known.index.shard_names]
+        detail = f"{len(readable)} of {len(known.index.shard_names)} shards"
+        index = finding("index against headers", detail, explain_strays(readable, known.index))
+    scales = sum(proof.scales for proof in shards)
+    nan = [problem for proof in shards for problem in proof.nan]
+    nan_detail = f"{scales:,} scale tensors without a NaN" if not nan else f"{scales:,} scale tensors"
+    bound = _bound(workplace, known, headers.status == FAIL or index.status == FAIL, {proof.name for proof in shards})
+    return [headers, index, bound, finding("NaN scales", nan_detail, nan)]
+
+
+def _bound(workplace: Workplace, known: Known, broken: bool, here: set[str]) -> Finding:
+    """Whether the text model that the config describes is all there, in its shapes."""
+    check = "text model"
+    if known.config is None:
+        return unchecked(check, "there is no config that can be read")
+    if known.partial is not None:
+        return unchecked(check, f"part of it is here: {known.partial}")
+    if broken or not here or not known.expected <= here:
+        return unchecked(check, "the shards are to be put right first")
+    try:
+        binding = bind(known.config, open_index(workplace.directory))
+    except Failure as error:
+        return finding(check, "its tensors", [Problem(CONFIG, str(error), refetch=False)])
+    return finding(check, f"{binding.num_bound:,} tensors bound, {binding.num_left:,} left alone")
+
+
+def _checksums(
+    workplace: Workplace,
+    here: dict[str, int],
+    known: Known,
+    findings: list[Finding],
+    deep: bool,
+    reading: _Reading,
+) -> tuple[Finding, list[str]]:
+    """The checksums, and the files whose bytes were read and are right."""
+    small = [name for name in (CONFIG, *TOKENIZER, known.index_name, "generation_config.json") if name is not None]
+    names = {*here, *(name for name in small if workplace.final(name).is_file())}
+    suspects = [problem.file for found in findings for problem in found.problems]
+    plan = plan_checksums(workplace, names, known.files, known.record, suspects, deep)
+    if not plan.to_read and not plan.trusted:
+        advice = "the hub's are not here: --deep asks for them" if known.released else "no note of a download is here"
+        return unchecked("checksums", f"of {len(plan.unknown)} files: {advice}"), []
+    reading.expect(plan.num_bytes)
+    problems, proven = prove_checksums(workplace, plan, _threads(), reading.read)
+    parts = [f"{len(plan.to_read)} files read and compared"]
+    if plan.trusted:
+        parts.append(f"{len(plan.trusted)} unchanged since they were right (--deep reads them)")
+    if plan.unknown:
+        parts.append(f"{len(plan.unknown)} NOT compared")
+    return finding("checksums", ", ".join(parts), problems), proven
