@@ -35,6 +35,7 @@ app.command(epilog="Example: k3ray simulate-cache expert_trace.bin --capacity 8G
 app.command(epilog="Example: k3ray nodes /models/kimi-k3 --roots roots.toml")(cli_cluster.nodes)
 app.command(epilog="Example: k3ray plan /models/kimi-k3 --cluster cluster.toml --out plan.json")(cli_cluster.plan)
 app.command(epilog="Example: k3ray selfcheck")(cli_model.selfcheck)
+app.command(epilog="Example: k3ray audit /models/kimi-k3 --out audit.json --page audit.html")(cli_proof.audit)
 app.command(epilog="Example: k3ray conform /models/kimi-k3 --layer 3 --log conform.log")(cli_proof.conform)
 app.command(epilog="Example: k3ray compare-logits a.f32 b.f32 --tolerance 2e-3")(cli_proof.compare_logits)
 app.command(hidden=True, epilog="Example: k3ray make-checkpoint /tmp/model --layers 8 --set hidden_size=2048")(

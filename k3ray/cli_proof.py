@@ -1,4 +1,4 @@
-"""The options of the commands that prove: against a reference, against other logits."""
+"""The options of the commands that prove: by an audit, against a reference, against other logits."""
 
 from __future__ import annotations
 
@@ -76,3 +76,33 @@ def compare_logits(
     from k3ray.commands.compare_logits import run
 
     run(a, b, tolerance, max_kl, json)
+
+
+def audit(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="A checkpoint's folder (config and index are enough), or its http(s) address, read by ranges only: "
+            "https://huggingface.co/OWNER/NAME/resolve/COMMIT. Default: K3_MODEL_DIR, else the embedded model.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the snapshot as JSON.", show_default=False)] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the snapshot as one self-contained HTML page.", show_default=False)
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers whose small tensors are read, from 0: 0-3,17 or all. Default: 1, 2, the middle and the last; "
+            "over http no more than 1 % of the files.",
+            show_default=False,
+        ),
+    ] = None,
+    probe: Annotated[bool, typer.Option(help="Send synthetic inputs through the routers that were read.")] = True,
+    json: Json = False,
+) -> None:
+    """Close a checkpoint's config, index and headers against each other, and say what is observed and what derived."""
+    from k3ray.commands.audit import AuditRequest, run
+
+    run(AuditRequest(source, out, page, layers, probe, json))

@@ -34,7 +34,7 @@ from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.config_document import FILE_NAME as CONFIG_NAME
 from k3ray.workers.model.config_document import MAX_FILE_BYTES as MAX_CONFIG_BYTES
 
-HEADERS_AT_ONCE = 8  # over a network; each is two short ranges
+FILES_AT_ONCE = 8  # over a network, of which mostly short ranges are read
 
 Progress = Callable[[int, int], None]
 
@@ -144,17 +144,25 @@ def _addressed(place: Path, address: str) -> Iterator[None]:
         raise ArtifactError(message.replace(str(place), address), failure.exit_code) from failure
 
 
+@contextmanager
+def reading_threads(files: SourceFiles) -> Iterator[ThreadPoolExecutor]:
+    """Threads for reads of different files: several over a network, whose waits they share; none is begun after an
+    error.
+    """
+    threads = ThreadPoolExecutor(FILES_AT_ONCE if files.kind == "http" else 1)
+    try:
+        yield threads
+    finally:
+        threads.shutdown(wait=True, cancel_futures=True)
+
+
 def _read_index(files: SourceFiles, place: Path, shards: tuple[str, ...], progress: Progress) -> TensorIndex:
     """The index of every shard's header, read from its file by ranges."""
     headers: dict[str, ShardHeader] = {}
-    with ThreadPoolExecutor(HEADERS_AT_ONCE if files.kind == "http" else 1) as threads:
-        try:
-            for header in threads.map(lambda name: read_header(files, place / name), shards):
-                headers[header.path.name] = header
-                progress(len(headers), len(shards))
-        except BaseException:
-            threads.shutdown(wait=True, cancel_futures=True)
-            raise
+    with reading_threads(files) as threads:
+        for header in threads.map(lambda name: read_header(files, place / name), shards):
+            headers[header.path.name] = header
+            progress(len(headers), len(shards))
     listed = tuple(Shard(name, headers[name].file_bytes, 0) for name in shards)
     return build_index(ShardFiles(place, listed, None, ""), read=lambda path: headers[path.name])
 

@@ -6,7 +6,6 @@ Every KDA layer's A_log; for the chosen layers dt_bias, the router's bias and it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from k3ray.audit.artifact import HEADERS_AT_ONCE, Artifact
+from k3ray.audit.artifact import Artifact, reading_threads
 from k3ray.audit.claims import ranges
 from k3ray.workers.checkpoint import shapes
 from k3ray.workers.checkpoint.index_table import TensorEntry
@@ -24,7 +23,7 @@ from k3ray.workers.model.config import ModelConfig
 DT_BIAS = "self_attn.dt_bias"
 ROUTER = "block_sparse_moe.gate.weight"
 ROUTER_BIAS = "block_sparse_moe.gate.e_score_correction_bias"
-DEFAULT_SHARE = 0.01  # of the files' bytes, config and index included, unless layers are asked for
+DEFAULT_SHARE = 0.01  # of the files' bytes, all that is fetched included; over a network, and unless layers are named
 RECORDED_LAYERS = (1, 2)  # whose values others have recorded
 
 Progress = Callable[[int, int], None]
@@ -122,21 +121,23 @@ def within(chosen: Sequence[Chosen], budget: int | None) -> tuple[list[Chosen], 
 
 
 def read_values(artifact: Artifact, layers: Sequence[int] | None, progress: Progress) -> Values:
-    """Read the chosen layers' tensors; without layers, the default ones as far as DEFAULT_SHARE allows.
+    """Read the chosen layers' tensors; without layers, the default ones, over a network as far as DEFAULT_SHARE allows.
 
     progress: told (bytes read, bytes in all). Raises SourceError or ArtifactError.
     """
     budget = None
     if layers is None:
         layers = default_layers(artifact.config)
-        budget = max(int(DEFAULT_SHARE * (artifact.total_bytes or 0)) - artifact.files.ledger.fetched_bytes - 1, 0)
+        if artifact.files.kind == "http":
+            share = int(DEFAULT_SHARE * (artifact.total_bytes or 0))
+            budget = max(share - artifact.files.ledger.fetched_bytes - 1, 0)
     taken, left = within(choose_tensors(artifact, layers), budget)
     total = sum(tensor.entry.nbytes for tensor in taken)
     places = sorted(taken, key=lambda tensor: (tensor.entry.path.name, tensor.entry.offset))
     shards = [list(group) for _, group in groupby(places, key=lambda tensor: tensor.entry.path.name)]
     arrays: dict[tuple[int, str], npt.NDArray[Any]] = {}
     done = 0
-    with ThreadPoolExecutor(HEADERS_AT_ONCE if artifact.files.kind == "http" else 1) as threads:
+    with reading_threads(artifact.files) as threads:
         # one shard by one thread, in ascending order: its hash is over the ranges in that order
         for tensors, found in zip(shards, threads.map(lambda group: _read_group(artifact, group), shards), strict=True):
             for tensor, values in zip(tensors, found, strict=True):

@@ -78,6 +78,8 @@ def _tail(artifact: Artifact, values: Values) -> Statement:
 
 
 def _finite(values: Values) -> Statement:
+    if not values.arrays:
+        return said("values.finite", "parameters", "U", "the values that were read", "none were read", "the shards")
     count = sum(array.size for array in values.arrays.values())
     wrong = [
         f"{short} of layer {layer}"
