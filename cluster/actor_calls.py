@@ -19,6 +19,17 @@ class ActorGone(ActorLost):
     """The same, found by a call: whoever can replace the actor goes on."""
 
 
+class AnswerLost(ActorGone):
+    """An answer that cannot be had, though the actor may live: its node does not answer, or has lost the answer.
+
+    The actor may have done what it was asked: only what may be done twice is asked again.
+    """
+
+
+class InputLost(ActorGone):
+    """A call that was never begun, as what it was to be given went with another actor's node."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class ActorId:
     """One place of the plan, whichever process fills it."""

@@ -8,16 +8,19 @@ from typing import Any
 
 import pyarrow as pa
 
-from k3ray.cluster.actor_calls import ActorGone, ActorId, Actors
+from k3ray.cluster.actor_calls import ActorGone, ActorId, Actors, AnswerLost, InputLost
 from k3ray.cluster.step_log import StepLog, Stepped
 from k3ray.workers.failure import Failure
+
+MAX_AGAIN = 5  # times that a stage is asked for one answer before it counts as lost
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
     """One step. tickets: per stage, None where the call has to be sent again. answered: by so many stages.
 
-    last: the last stage's answer. failed: a stage refused it, which is an answer too.
+    last: the last stage's answer. failed: a stage refused it, which is an answer too. again: how often the stage that
+    is next to answer was asked again without being replaced.
     """
 
     step: Stepped
@@ -25,6 +28,7 @@ class Flight:
     answered: int = 0
     last: pa.Buffer | None = field(default=None)
     failed: bool = False
+    again: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -56,6 +60,7 @@ class Flights:
         """Note the answer of the stage that is next to answer: it is what the stage behind it gets."""
         flight.tickets[flight.answered] = None
         flight.answered += 1
+        flight.again = 0
         if flight.is_finished:
             flight.last = message
         else:
@@ -77,6 +82,26 @@ class Flights:
         """Return by how many stages each step was answered, by its place in the log."""
         return {flight.step.place: flight.answered for flight in self._flights}
 
+    def take_back_after(self, lost: ActorGone, flight: Flight) -> bool:
+        """Have a step sent on anew where the stage that was to answer it may live and can be asked again.
+
+        A call that was not begun can be; of those that were, only the last step that a stage has applied gets its
+        recorded answer. Not for ever: MAX_AGAIN.
+        """
+        flight.again += 1
+        was_not_begun = isinstance(lost, InputLost)
+        may_be_answered_again = isinstance(lost, AnswerLost) and flight is self._flights[-1]
+        if flight.again > MAX_AGAIN or not (was_not_begun or may_be_answered_again):
+            return False
+        self.take_back(flight)
+        return True
+
+    def take_back(self, flight: Flight) -> None:
+        """Have a step, and those behind it, sent on anew from the stage that is next to answer."""
+        for later in self._flights[self._flights.index(flight) :]:
+            if later.answered <= flight.answered:
+                later.tickets[later.answered :] = [None] * (len(later.tickets) - later.answered)
+
     def salvage(self, result_of: Callable[[ActorId, Any], Any]) -> set[ActorId]:
         """Gather every answer that the living stages still give; returns the stages found lost on the way."""
         lost = set()
@@ -85,6 +110,8 @@ class Flights:
                 stage = ActorId("stage", flight.answered)
                 try:
                     self.answer(flight, result_of(stage, flight.tickets[flight.answered]))
+                except InputLost:
+                    self.take_back(flight)  # what follows at this stage was refused, or would be: it came too early
                 except ActorGone:
                     lost.add(stage)
                     flight.tickets[flight.answered :] = [None] * (len(flight.tickets) - flight.answered)
@@ -99,7 +126,9 @@ class Flights:
                 self._send_rest(flight)
 
     def _send_rest(self, flight: Flight) -> None:
-        message: Any = flight.step.inputs[flight.answered]
+        kept = flight.step.inputs[flight.answered]
+        assert kept is not None
+        message: Any = kept.read()
         for stage in range(flight.answered, len(flight.tickets)):
             message = self._actors.call(ActorId("stage", stage), "apply", message)
             flight.tickets[stage] = message

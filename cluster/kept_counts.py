@@ -25,6 +25,10 @@ class KeptCounts:
             self._last[actor] = ask(actor, "counts")
             self._damaged.update(ask(actor, "damaged_met"))
 
+    def met(self, damaged: Collection[tuple[int, int]]) -> None:
+        """Note the damaged experts that an answered step has used: they came with its answer."""
+        self._damaged.update(damaged)
+
     def renewed(self, actor: ActorId) -> None:
         """An actor's new process counts from zero."""
         self._gone += self._last[actor]

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from k3ray.cluster.actor_calls import ActorGone, ActorId, Actors, all_actors
 from k3ray.cluster.flights import Flight, Flights
+from k3ray.cluster.homes import Homes, OneHost
 from k3ray.cluster.kept_counts import KeptCounts
 from k3ray.cluster.recovery_plan import (
     Pace,
@@ -27,12 +28,13 @@ from k3ray.cluster.recovery_plan import (
 )
 from k3ray.cluster.replacing import Replacing
 from k3ray.cluster.replaying import repeat, restore
-from k3ray.cluster.snapshot_files import SnapshotFile
+from k3ray.cluster.snapshot_files import deal_out
 from k3ray.cluster.snapshot_rounds import SnapshotRounds
 from k3ray.cluster.step_log import Restored, StepLog
 from k3ray.workers.failure import Failure
+from k3ray.workers.frames import decode_logits
 from k3ray.workers.io_counts import IoCounts
-from k3ray.workers.model.snapshot import StatePiece
+from k3ray.workers.model.snapshot import StatePiece, piece_of
 
 
 class RecoveringChain:
@@ -43,8 +45,9 @@ class RecoveringChain:
         actors: Actors,
         settings: RecoverySettings,
         replaced: Callable[[ActorId, Any], None] = lambda actor, report: None,
+        homes: Homes | None = None,
     ) -> None:
-        """actors: loaded. replaced: hears of each new process what its load answered."""
+        """actors: loaded. replaced: hears of each new process what its load answered. homes: None: all on this host."""
         self._actors = actors
         self._settings = settings
         self._log = StepLog(actors.num_stages)
@@ -54,10 +57,14 @@ class RecoveringChain:
             self._kept.renewed(actor)
             replaced(actor, report)
 
-        self._processes = Replacing(actors, settings, renewed, lambda: self._log.num_steps)
+        homes = homes or OneHost()
+        self._processes = Replacing(actors, settings, renewed, lambda: self._log.num_steps, homes)
         self._result_of = self._processes.result_of
         self._flights = Flights(actors, self._log)
-        self._rounds = SnapshotRounds(actors, self._log)
+        self._rounds = SnapshotRounds(actors, self._log, homes.is_near)
+        self._processes.meanwhile = self._gather
+        self._processes.pulled_bytes = lambda: self._rounds.pulled_bytes
+        self._counts_due = False
         self._pace = Pace()
         self._unready: set[ActorId] = set()  # stages that were not yet told what their predecessors knew
 
@@ -86,6 +93,7 @@ class RecoveringChain:
         A stage that is lost has forgotten it, and its replacement is told what the log says then.
         """
         self._flights.forget_session(session)
+        self._rounds.closed(session)
         self._log.closed(session)
         for stage in self._stages():
             self._actors.call(stage, "close_sequence", session)
@@ -98,12 +106,9 @@ class RecoveringChain:
 
     def restore(self, session: int, pieces: Iterable[tuple[int, pa.Buffer]], capacity: int) -> None:
         """Open a sequence from its (layer, piece)s: each goes to the stage that holds the layer now."""
-        files = tuple(SnapshotFile() for _ in range(self.num_stages))
-        for layer, message in pieces:
-            for stage, file in enumerate(files):
-                if layer in self._actors.layers_of(stage):
-                    file.add(message)
+        files = deal_out(pieces, [self._actors.layers_of(stage) for stage in range(self.num_stages)])
         self._log.loaded(session, capacity, files)
+        self._rounds.loaded(session, tuple(Restored(session, capacity, file) for file in files))
 
         def tell(stage: ActorId) -> None:
             restore(self._actors, stage, Restored(session, capacity, files[stage.number]), self._result_of)
@@ -128,8 +133,8 @@ class RecoveringChain:
             deadline_s = self._pace.deadline_s(tokens, self._settings)
             try:
                 answer = self._result_of(stage, ticket.tickets[ticket.answered], deadline_s)
-            except ActorGone:
-                self._recover({stage})
+            except ActorGone as lost:
+                self._recover(set() if self._flights.take_back_after(lost, ticket) else {stage})
                 continue
             except Failure:
                 self._flights.clear()
@@ -138,10 +143,26 @@ class RecoveringChain:
                 self._pace = self._pace.after(time.monotonic() - started, tokens)
             self._flights.answer(ticket, answer)
         self._flights.end(ticket)
-        if self._rounds.gather():
+        self._gather()
+        if self._counts_due:
+            self._counts_due = False
             self._kept.ask(self._ask)  # as often as snapshots, so that a lost actor's counters are not all forgotten
         assert ticket.last is not None
+        self._kept.met(decode_logits(ticket.last).damaged)
         return ticket.last
+
+    def restore_point(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
+        """Yield a sequence's state at the last moment at which it was kept of all stages, asking nobody.
+
+        Nothing where it was kept of none: the sequence is short, or no snapshots are taken.
+        """
+        for restored in self._rounds.whole(session):
+            for message in restored.snapshot.pieces():
+                yield piece_of(message), message
+
+    def limit(self, seconds: float | None) -> None:
+        """From now on replace nobody and wait no longer than so many seconds for anything; None: as before."""
+        self._processes.limit(seconds)
 
     def counts(self) -> IoCounts:
         """Return what all actors have read since they were loaded, the lost ones as far as they were asked before."""
@@ -163,6 +184,9 @@ class RecoveringChain:
         """Return (step, layer, ids (tokens, k)) of all stages, step by step and layer by layer."""
         kept = [entry for stage in self._stages() for entry in self._ask(stage, "recorded_routing")]
         return sorted(kept, key=lambda entry: entry[:2])
+
+    def _gather(self) -> None:
+        self._counts_due |= self._rounds.gather(self._flights.answered())
 
     def _ask(self, actor: ActorId, method: str, *arguments: Any) -> Any:
         """Call an actor and wait; one that is lost is replaced and asked again."""
@@ -191,7 +215,7 @@ class RecoveringChain:
 
     def _recover(self, found: set[ActorId]) -> None:
         """Replace what is lost, until nothing is, and send the steps on their way on from where they were."""
-        started, named, layer_steps, restored = time.monotonic(), list[ActorId](), 0, 0
+        started, named, layer_steps, snapshots = time.monotonic(), list[ActorId](), 0, list[Restored]()
         lost, loads = self._processes.lost_now(found | self._unready), dict[ActorId, Any]()
         while lost or loads:
             named += sorted(lost)
@@ -212,11 +236,12 @@ class RecoveringChain:
                     continue
                 self._unready.discard(stage)
                 layer_steps += count_layer_steps(replay, self._actors.layers_of(stage.number))
-                restored += sum(isinstance(told, Restored) for told in replay)
+                snapshots += [told for told in replay if isinstance(told, Restored)]
             loads = {}
         self._flights.resend()
         if named:
-            self._processes.note(named, started, layer_steps, restored)
+            nbytes = sum(told.snapshot.total_bytes for told in snapshots)
+            self._processes.note(named, started, layer_steps, len(snapshots), nbytes)
 
     def _start(self, lost: set[ActorId]) -> dict[ActorId, Any]:
         self._unready |= lost

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ class RecoverySettings:
     snapshot_every: steps; 0: no snapshots, a replacement begins at position 0. log_bytes: of kept messages, after
     which a snapshot is due whatever the number of steps. look_s: an answer that takes longer makes us look at the
     actors; silent_s: one that does not answer a look within it is hung; start_s: the same for a process that has
-    never answered. A stage that answers looks and not its step is hung after slow_factor times the time that such a
-    step took at most, within shortest_deadline_s and longest_deadline_s.
+    never answered and whose node can be reached. A stage that answers looks and not its step is hung after slow_factor
+    times the time that such a step took at most, within shortest_deadline_s and longest_deadline_s; unless a shard
+    works on one request for blamed_share of that: then the shard is.
     """
 
     snapshot_every: int = 64
@@ -38,6 +39,7 @@ class RecoverySettings:
     slow_factor: float = 20.0
     shortest_deadline_s: float = 60.0
     longest_deadline_s: float = 3600.0
+    blamed_share: float = 0.5
 
     def __post_init__(self) -> None:
         for option, value in (("--snapshot-every", self.snapshot_every), ("--max-recoveries", self.max_recoveries)):
@@ -50,7 +52,8 @@ class Recovery:
     """What was lost, how long the run stood still for it, and what was computed again.
 
     step: how many steps had been sent. layer_steps: layers times steps that the replacements computed again. restored:
-    how many of their sequences began from a snapshot.
+    how many of their sequences began from a snapshot, of restored_bytes together. pulled_bytes: of snapshots that had
+    come from other hosts since the recovery before. places: on several hosts, where each of `lost` was and is.
     """
 
     lost: tuple[str, ...]
@@ -58,12 +61,31 @@ class Recovery:
     seconds: float
     layer_steps: int
     restored: int
+    places: tuple[str, ...] = ()
+    restored_bytes: int = 0
+    pulled_bytes: int = 0
 
     def describe(self) -> str:
         """Return one line about it."""
         again = f"{self.layer_steps} layer-steps computed again" if self.layer_steps else "nothing computed again"
-        began = f" after {self.restored} snapshots" if self.restored else ""
-        return f"recovered: lost {', '.join(self.lost)} at step {self.step}; {self.seconds:.2f} s, {again}{began}"
+        began = f" after {self.restored} snapshots ({_size(self.restored_bytes)})" if self.restored else ""
+        places = f" ({'; '.join(self.places)})" if self.places else ""
+        pulled = f"; {_size(self.pulled_bytes)} of snapshots had come from other hosts" if self.pulled_bytes else ""
+        return (
+            f"recovered: lost {', '.join(self.lost)}{places} at step {self.step}; {self.seconds:.2f} s, "
+            f"{again}{began}{pulled}"
+        )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 100_000 else f"{nbytes:,} bytes"
+
+
+def describe_place(before: str, after: str) -> str:
+    """Return where an actor of several hosts was and is, in words; empty on one host."""
+    if not before and not after:
+        return ""
+    return f"{before}, started again there" if before == after else f"{before} -> {after}"
 
 
 def plan_replays(stages: Iterable[int], log: StepLog, answered: Mapping[int, int]) -> dict[int, tuple[Replayed, ...]]:
@@ -87,7 +109,7 @@ def agrees(told: Replayed, stage: int, answer: Any) -> bool:
     if not isinstance(told, Stepped) or stage + 1 == len(told.inputs):
         return True
     first = told.inputs[stage + 1]
-    return first is None or bool(first.equals(answer))
+    return first is None or bool(first.read().equals(answer))
 
 
 def may_recover(recoveries: int, lost: Iterable[ActorId], settings: RecoverySettings) -> None:
@@ -115,13 +137,20 @@ class Look:
     answers: int
 
 
-def silent_actors(looks: Mapping[ActorId, Look], now: float, settings: RecoverySettings) -> set[ActorId]:
-    """Return the actors whose looks are unanswered for too long."""
-    return {
-        actor
-        for actor, look in looks.items()
-        if now - look.asked_at > (settings.silent_s if look.answers else settings.start_s)
-    }
+def silent_actors(
+    looks: Mapping[ActorId, Look], now: float, settings: RecoverySettings, unreachable: Collection[ActorId] = ()
+) -> set[ActorId]:
+    """Return the actors whose looks are unanswered for too long. unreachable: those whose nodes cannot be reached."""
+
+    def allowed_s(actor: ActorId, look: Look) -> float:
+        return settings.silent_s if look.answers or actor in unreachable else settings.start_s
+
+    return {actor for actor, look in looks.items() if now - look.asked_at > allowed_s(actor, look)}
+
+
+def hung_shards(busy_s: Mapping[ActorId, float], deadline_s: float, settings: RecoverySettings) -> set[ActorId]:
+    """Return the shards for which a stage has waited in vain: they work on one request for most of its deadline."""
+    return {shard for shard, seconds in busy_s.items() if seconds > settings.blamed_share * deadline_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +163,14 @@ class Pace:
         """Return the pace with one more step of one stage."""
         return Pace(max(self.seconds_per_token or 0.0, seconds / tokens))
 
-    def deadline_s(self, tokens: int, settings: RecoverySettings) -> float | None:
-        """Return how long a stage may take for a step of so many tokens; None: there is nothing to compare with.
+    def deadline_s(self, tokens: int, settings: RecoverySettings) -> float:
+        """Return how long a stage may take for a step of so many tokens.
 
-        A step of many tokens takes at most as long as that many steps. What was seen is never too long.
+        A step of many tokens takes at most as long as that many steps. What was seen is never too long; while nothing
+        was seen, a step has the longest time.
         """
         if self.seconds_per_token is None:
-            return None
+            return max(settings.longest_deadline_s, settings.shortest_deadline_s * tokens)
         expected = self.seconds_per_token * tokens
         bounded = min(expected * settings.slow_factor, settings.longest_deadline_s)
         return max(bounded, settings.shortest_deadline_s, 3 * expected)

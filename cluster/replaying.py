@@ -45,7 +45,9 @@ def _call(actors: Actors, stage: ActorId, told: Opened | Closed | Stepped) -> An
         return actors.call(stage, "open_sequence", told.session, told.capacity)
     if isinstance(told, Closed):
         return actors.call(stage, "close_sequence", told.session)
-    return actors.call(stage, "apply", told.inputs[stage.number])
+    message = told.inputs[stage.number]
+    assert message is not None
+    return actors.call(stage, "apply", message.read())
 
 
 def _check(stage: ActorId, told: Replayed, ticket: Any, result_of: ResultOf) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, cast
 
 import pyarrow as pa
@@ -67,3 +67,13 @@ class SnapshotFile:
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             self._file.close()
+
+
+def deal_out(pieces: Iterable[tuple[int, pa.Buffer]], layers: Sequence[range]) -> tuple[SnapshotFile, ...]:
+    """Write (layer, piece)s, one in memory at a time, into a file for each of the stages with these layers."""
+    files = tuple(SnapshotFile() for _ in layers)
+    for layer, message in pieces:
+        for file, mine in zip(files, layers, strict=True):
+            if layer in mine:
+                file.add(message)
+    return files

@@ -1,7 +1,7 @@
 """What has to be told to a stage that lost its memory: the openings, steps and closings since its restore point.
 
-The bytes of the messages are the log's own, so that the process that made them may be lost as well. It neither calls
-nor decides.
+The bytes of the messages are the log's own, on the driver's disk, so that the process that made them may be lost as
+well. It neither calls nor decides.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from k3ray.cluster.kept_messages import KeptMessage, MessageKeeper
 from k3ray.workers.frames import decode_activations
 
 
@@ -50,7 +51,7 @@ class Stepped:
     place: int
     tokens: int
     sessions: frozenset[int]
-    inputs: list[pa.Buffer | None]
+    inputs: list[KeptMessage | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class StepLog:
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
+        self._keeper = MessageKeeper()
         self._place = 0
         self._events: list[Event] = []
         self._points = [RestorePoint() for _ in range(num_stages)]
@@ -133,13 +135,14 @@ class StepLog:
         self._touched.pop(session, None)
         if not self.open and not self.keeps_everything:
             self._events.clear()
+            self._keeper.forget()
             self._points = [RestorePoint(self._place) for _ in range(self._num_stages)]
 
     def stepped(self, message: pa.Buffer) -> Stepped:
         """Note a step that is sent to the first stage."""
         frame = decode_activations(message)
         sessions = frozenset(int(session) for session in np.unique(frame.sessions))
-        inputs: list[pa.Buffer | None] = [message, *[None] * (self._num_stages - 1)]
+        inputs: list[KeptMessage | None] = [self._keeper.keep(message), *[None] * (self._num_stages - 1)]
         self.num_steps += 1
         step = Stepped(self._next_place(*sessions), len(frame.ids), sessions, inputs)
         self._events.append(step)
@@ -148,7 +151,7 @@ class StepLog:
     def learned(self, step: Stepped, stage: int, message: pa.Buffer) -> None:
         """Keep a copy of what a stage gets in a step, unless its restore point lies behind that."""
         if step.place > self._points[stage].place:
-            step.inputs[stage] = pa.py_buffer(message.to_pybytes())
+            step.inputs[stage] = self._keeper.keep(message)
 
     def changed_since_point(self, stage: int) -> list[int]:
         """Return the open sequences whose state in a stage is not in its restore point."""

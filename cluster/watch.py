@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from k3ray.cluster.actor_calls import ActorGone, ActorId, Actors, all_actors
-from k3ray.cluster.recovery_plan import Look, RecoverySettings, silent_actors
+from k3ray.cluster.actor_calls import ActorGone, ActorId, Actors, AnswerLost, all_actors
+from k3ray.cluster.homes import Homes
+from k3ray.cluster.recovery_plan import Look, RecoverySettings, hung_shards, silent_actors
 
 
 class Watch:
-    """One question at a time to every actor, asked aside of its work."""
+    """One question at a time to every actor, asked aside of its work: to a stage whether it lives, to a shard for how
+    long it has been at its work.
+    """
 
-    def __init__(self, actors: Actors, settings: RecoverySettings) -> None:
+    def __init__(self, actors: Actors, settings: RecoverySettings, homes: Homes) -> None:
         self._actors = actors
         self._settings = settings
+        self._homes = homes
         self._asked: dict[ActorId, tuple[Look, Any]] = {}
         self._answers: dict[ActorId, int] = dict.fromkeys(all_actors(actors), 1)  # the load was one
+        self._busy_s: dict[ActorId, float] = {}
 
     def look(self, timeout_s: float = 0.0) -> set[ActorId]:
         """Return the actors that have died, and those that are silent for too long, which are killed here.
@@ -26,23 +31,25 @@ class Watch:
         lost: set[ActorId] = set()
         for actor in self._answers:
             if actor not in self._asked:
-                look = Look(time.monotonic(), self._answers[actor])
-                self._asked[actor] = look, self._actors.call_aside(actor, "ping")
-        for actor, (_, ticket) in list(self._asked.items()):
+                self._asked[actor] = Look(time.monotonic(), self._answers[actor]), self._ask(actor)
+        for actor, (look, ticket) in list(self._asked.items()):
             if not self._actors.is_done(ticket, timeout_s):
                 continue
-            del self._asked[actor]
             try:
-                self._actors.result(ticket)
-                self._answers[actor] += 1
+                self._heard(actor, self._actors.result(ticket))
+            except AnswerLost:  # no answer, and no sign of a death either
+                self._asked[actor] = look, self._ask(actor)
             except ActorGone:
+                del self._asked[actor]
                 lost.add(actor)
-        looks = {actor: look for actor, (look, _) in self._asked.items()}
-        for actor in silent_actors(looks, time.monotonic(), self._settings):
-            self._actors.kill(actor)
-            del self._asked[actor]
-            lost.add(actor)
-        return lost
+        return lost | self._silent()
+
+    def hung_shards(self, deadline_s: float) -> set[ActorId]:
+        """Return the shards because of which a stage has passed its deadline, by what they said last; killed here."""
+        found = hung_shards(self._busy_s, deadline_s, self._settings)
+        for shard in found:
+            self._actors.kill(shard)
+        return found
 
     def answered(self, actor: ActorId) -> None:
         """Note that an actor has answered something: it is known to have started."""
@@ -51,4 +58,26 @@ class Watch:
     def renewed(self, actor: ActorId) -> None:
         """Forget what was asked of an actor whose process is new."""
         self._asked.pop(actor, None)
+        self._busy_s.pop(actor, None)
         self._answers[actor] = 0
+
+    def _ask(self, actor: ActorId) -> Any:
+        return self._actors.call_aside(actor, "busy_s" if actor.kind == "shard" else "ping")
+
+    def _heard(self, actor: ActorId, answer: Any) -> None:
+        del self._asked[actor]
+        self._answers[actor] += 1
+        if actor.kind == "shard":
+            self._busy_s[actor] = answer
+
+    def _silent(self) -> set[ActorId]:
+        looks, now = {actor: look for actor, (look, _) in self._asked.items()}, time.monotonic()
+        overdue = {
+            actor for actor, look in looks.items() if not look.answers and now - look.asked_at > self._settings.silent_s
+        }
+        unreachable = {actor for actor in overdue if not self._homes.is_reachable(actor)}
+        silent = silent_actors(looks, now, self._settings, unreachable)
+        for actor in silent:
+            self._actors.kill(actor)
+            del self._asked[actor]
+        return silent

@@ -64,6 +64,19 @@ class Process:
             with suppress(InvalidStateError):
                 ticket.set_exception(ActorGone(f"{self.actor} was killed"))
 
+    def answer_aside(self, method: str, arguments: tuple[Any, ...], ticket: Ticket) -> None:
+        fault = self.actors.next_fault(self.actor, method)
+        if fault == "dies before":
+            self.kill()
+            ticket.set_exception(ActorGone(f"{self.actor} was killed"))
+            return
+        try:
+            part = self.parts.get("part")
+            answer = 0.0 if method == "busy_s" and part is None else getattr(part, method)(*arguments)
+            ticket.set_result(answer)
+        except Exception as error:  # noqa: BLE001 - travels to the caller
+            ticket.set_exception(error)
+
     def _run(self) -> None:
         while not self.dead:
             method, arguments, ticket = self.calls.get()
@@ -176,8 +189,10 @@ class FakeActors:
             process.relink(*arguments)
         elif process.stopped:
             process.pending.add(ticket)
-        else:
+        elif method == "ping":
             ticket.set_result(1)
+        else:
+            process.answer_aside(method, arguments, ticket)
         return ticket
 
     def is_done(self, ticket: Ticket, timeout_s: float) -> bool:

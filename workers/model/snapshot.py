@@ -81,6 +81,11 @@ def encode_piece(state: SequenceState, piece: StatePiece) -> pa.Buffer:
     return message
 
 
+def piece_of(message: pa.Buffer) -> StatePiece:
+    """Return what a piece says it holds; SnapshotDamaged, SnapshotMismatch."""
+    return _described(_open(message)[1])
+
+
 class Restoring:
     """A sequence that is being put together, in memory of its own, from pieces in any order."""
 
@@ -92,7 +97,7 @@ class Restoring:
     def add(self, message: pa.Buffer) -> None:
         """Copy one piece's values into their place; SnapshotDamaged, SnapshotMismatch."""
         batches, metadata = _open(message)
-        piece = StatePiece(*(_number(metadata, name) for name in ("layer", "position", "first", "stop")))
+        piece = _described(metadata)
         self._check_place(piece)
         for name, target in _arrays(self._state.layers[piece.layer], piece).items():
             found, expected = metadata.get(name, "no such array"), ",".join(map(str, target.shape))
@@ -164,6 +169,10 @@ def _open(message: pa.Buffer) -> tuple[pa.RecordBatchReader, dict[str, str]]:
     if found != (FORMAT, str(FORMAT_VERSION)):
         raise SnapshotMismatch(f"expected a {FORMAT} of version {FORMAT_VERSION}, found {found}: mixed versions?")
     return batches, metadata
+
+
+def _described(metadata: Mapping[str, str]) -> StatePiece:
+    return StatePiece(*(_number(metadata, name) for name in ("layer", "position", "first", "stop")))
 
 
 def _number(metadata: Mapping[str, str], name: str) -> int:

@@ -1,0 +1,71 @@
+"""On which node each actor of a run lives, as the recovery asks: near or far, reachable or not, and where else to go.
+
+Which nodes there are and what they have free is another file's (living_nodes.py); where a lost actor goes is
+relocation.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from k3ray.cluster.actor_calls import ActorId
+from k3ray.workers.specs import ShardSpec, StageSpec
+
+Spec = StageSpec | ShardSpec
+NewSpecs = Mapping[ActorId, Spec]
+
+
+class Homes(Protocol):
+    """The nodes of a run."""
+
+    def is_near(self, actor: ActorId) -> bool:
+        """Whether an actor's files can be opened by this process."""
+        ...
+
+    def name_of(self, actor: ActorId) -> str:
+        """Return the name of an actor's node; empty where there is one host only."""
+        ...
+
+    def is_reachable(self, actor: ActorId) -> bool:
+        """Whether an actor's node lives and answers this process; may take seconds where it does not."""
+        ...
+
+    def beside(self, actor: ActorId) -> frozenset[ActorId]:
+        """Return all actors of an actor's node, itself too."""
+        ...
+
+    def find_new(self, lost: Collection[ActorId]) -> NewSpecs:
+        """Return what actors are loaded with on other nodes, all of them placed together; raises NoRoom."""
+        ...
+
+    def check_own(self) -> None:
+        """Raise HeadLost when this process's own node, or the head of the cluster, does not answer any more."""
+        ...
+
+
+class OneHost:
+    """Everything on this host, where a process can always be started again."""
+
+    def is_near(self, actor: ActorId) -> bool:
+        """Always."""
+        return True
+
+    def name_of(self, actor: ActorId) -> str:
+        """Nothing: nobody need be told."""
+        return ""
+
+    def is_reachable(self, actor: ActorId) -> bool:
+        """Always."""
+        return True
+
+    def beside(self, actor: ActorId) -> frozenset[ActorId]:
+        """Not asked: the host is never gone."""
+        return frozenset((actor,))
+
+    def find_new(self, lost: Collection[ActorId]) -> NewSpecs:
+        """Nothing: processes are started again in place."""
+        return {}
+
+    def check_own(self) -> None:
+        """Nothing to check: were the host gone, so were this process."""
