@@ -23,7 +23,7 @@ function layerCell(row) {
     },
     element("span", { class: "layer-number" }, row.layer),
     element("span", { class: "layer-attention" }, row.attention),
-    element("span", { class: "layer-feed" }, element("span", { class: "layer-feed-word" }, row.feed_forward)),
+    element("span", { class: "layer-feed" }),
   );
 }
 
@@ -89,7 +89,7 @@ function layerMap(layers) {
 function layerSummary(row) {
   return [
     element("b", {}, `Layer ${row.layer}`),
-    element("span", {}, `${row.attention}, ${row.feed_forward}, block ${row.attnres_block}, ${decimalBytes(row.bytes)}`),
+    element("span", {}, `${row.attention}, ${row.feed_forward}, ${decimalBytes(row.bytes)}`),
     element("span", { class: "more" }, "Details"),
   ];
 }

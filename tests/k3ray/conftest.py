@@ -1,0 +1,49 @@
+"""Fixtures of the audit page's tests: one browser and one page for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from k3ray.audit.snapshot import Snapshot
+from tests.audit_pages import assert_silent, forget, write_page
+from tests.audit_sample import released_sample
+from tests.browser import Browser, headless_browser
+
+
+@pytest.fixture(scope="session")
+def sample() -> Snapshot:
+    """The audit of the released layout (tests/audit_sample.py)."""
+    return released_sample()
+
+
+@pytest.fixture(scope="session")
+def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pages and screenshots are written."""
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One Chromium for all pages."""
+    with headless_browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def page_address(page_folder: Path, sample: Snapshot) -> str:
+    """The sample's page as a file."""
+    return write_page(page_folder / "sample.html", sample)
+
+
+@pytest.fixture
+def opened(browser: Browser, page_address: str) -> Iterator[Browser]:
+    """The sample's page on a desktop in the light; at the end it has said nothing and asked for nothing."""
+    browser.resize(1280)
+    browser.prefer("light")
+    forget(browser)
+    browser.open(page_address)
+    yield browser
+    assert_silent(browser, page_address)
