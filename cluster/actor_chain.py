@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,22 +12,29 @@ import numpy.typing as npt
 import pyarrow as pa
 import ray
 
-from k3ray.cluster.actor_calls import ActorGone, ActorId
+from k3ray.cluster.actor_calls import ActorGone, ActorId, all_actors
 from k3ray.cluster.plan import Plan, with_spec
+from k3ray.cluster.ray_answers import answer_of
+from k3ray.cluster.ray_memory import await_started
 from k3ray.workers.actors import ASIDE, ExpertShardActor, LayerStageActor, ProcessReport
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.model.snapshot import StatePiece
-from k3ray.workers.specs import ShardSpec, StageSpec
+from k3ray.workers.specs import ShardSpec, StageSpec, part_name
 
 Options = Callable[[float, int | None, str, str | None], dict[str, Any]]
+PEAK_S = 5.0  # an actor that has not said its memory by then is left out
 NUM_CPUS = 0  # the plan shares the cores out; Ray must not make an actor wait for one
 
 
 class ActorChain:
     """The running actors of a plan. Object refs go from stage to stage; the driver holds only the answers."""
 
-    def __init__(self, plan: Plan, options: Options) -> None:
-        """Start the processes; options(num_cpus, memory_bytes, name, node_id) gives Ray's options of one actor."""
+    def __init__(self, plan: Plan, options: Options, node_names: Mapping[str, str] | None = None) -> None:
+        """Start the processes; options(num_cpus, memory_bytes, name, node_id) gives Ray's options of one actor.
+
+        node_names: by Ray's id of the node, for messages.
+        """
+        self._node_names = dict(node_names or {})
         self._plan = plan
         self._loaded_plan = plan
         self._options = options
@@ -63,9 +71,7 @@ class ActorChain:
 
     def part_of(self, actor: ActorId) -> str:
         """Return what an actor holds, in words."""
-        if actor.kind == "shard":
-            return f"shard {actor.number} of {self.num_shards}"
-        return f"layers {self.layers_of(actor.number).start}..{self.layers_of(actor.number).stop - 1}"
+        return part_name(self.spec_of(actor))
 
     def load(self, plan: Plan | None = None, loaded: Callable[[str], None] = lambda name: None) -> None:
         """Load every actor's part, all at once; `loaded` hears of each. Raises the first actor's failure.
@@ -75,6 +81,7 @@ class ActorChain:
         self._loaded_plan = plan or self._plan
         actors = [*(ActorId("shard", n) for n in range(self.num_shards))]
         actors += [ActorId("stage", n) for n in range(self.num_stages)]
+        self._await_started(actors)
         pending = {self._load(actor): actor for actor in actors}
         waiting = list(pending)
         while waiting:
@@ -95,15 +102,15 @@ class ActorChain:
     def snapshot(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
         """Yield a sequence's state piece by piece, layer by layer; no step may be sent meanwhile."""
         for stage in self._stages:
-            for piece in _answer(stage.pieces.remote(session)):
-                yield piece, _answer(stage.snapshot_piece.remote(session, piece))
+            for piece in answer_of(stage.pieces.remote(session)):
+                yield piece, answer_of(stage.snapshot_piece.remote(session, piece))
 
     def restore(self, session: int, pieces: Iterable[tuple[int, pa.Buffer]], capacity: int) -> None:
         """Open a sequence from its (layer, piece)s: each goes to the stage that holds the layer now."""
         for layer, message in pieces:
             for stage, spec in zip(self._stages, self._loaded_plan.stages, strict=True):
                 if spec.first <= layer < spec.stop:
-                    _answer(stage.restore_piece.remote(session, message, capacity))
+                    answer_of(stage.restore_piece.remote(session, message, capacity))
         self._on_every_stage([stage.finish_restore.remote(session) for stage in self._stages])
 
     def submit(self, message: pa.Buffer) -> Any:
@@ -115,12 +122,12 @@ class ActorChain:
 
     def collect(self, ticket: Any) -> pa.Buffer:
         """Wait for the last stage's answer, or raise what failed on the way."""
-        return _answer(ticket)
+        return answer_of(ticket)
 
     def damaged_met(self) -> list[tuple[int, int]]:
         """Return (layer, expert) of every damaged expert that any actor has used so far."""
         asked = [actor.damaged_met.remote() for actor in [*self._stages, *self._shards]]
-        return sorted({met for ref in asked for met in _answer(ref)})
+        return sorted({met for ref in asked for met in answer_of(ref)})
 
     def record_routing(self) -> None:
         """Have every stage keep from now on which experts its tokens choose."""
@@ -128,12 +135,23 @@ class ActorChain:
 
     def recorded_routing(self) -> list[tuple[int, int, npt.NDArray[np.int32]]]:
         """Return (step, layer, ids (tokens, k)) of all stages, step by step and layer by layer."""
-        kept = [entry for stage in self._stages for entry in _answer(stage.recorded_routing.remote())]
+        kept = [entry for stage in self._stages for entry in answer_of(stage.recorded_routing.remote())]
         return sorted(kept, key=lambda entry: entry[:2])
 
     def counts(self) -> IoCounts:
         """Return what all actors have read since they were loaded."""
-        return sum((_answer(actor.counts.remote()) for actor in [*self._stages, *self._shards]), IoCounts())
+        return sum((answer_of(actor.counts.remote()) for actor in [*self._stages, *self._shards]), IoCounts())
+
+    def peak_memory(self) -> dict[str, int]:
+        """Return the most that each actor has held, by what it holds; an actor that is gone is left out."""
+        asked = {}
+        for actor in all_actors(self):
+            asked[self.part_of(actor)] = self.call_aside(actor, "peak_memory")
+        found = {}
+        for part, ref in asked.items():
+            with suppress(ActorGone):
+                found[part] = int(self.result(ref)) if self.is_done(ref, PEAK_S) else 0
+        return {part: nbytes for part, nbytes in found.items() if nbytes}
 
     def stop(self) -> None:
         """End every actor."""
@@ -154,7 +172,7 @@ class ActorChain:
 
     def result(self, ticket: Any) -> Any:
         """Wait for the answer of a call; raises what the actor raised, ActorGone when it died before."""
-        return _answer(ticket)
+        return answer_of(ticket)
 
     def kill(self, actor: ActorId) -> None:
         """End an actor's process; Ray needs five seconds for one that was stopped (SIGSTOP)."""
@@ -193,6 +211,18 @@ class ActorChain:
         options = self._options(NUM_CPUS, spec.memory_bytes, name, spec.node_id)
         return ray.remote(concurrency_groups={ASIDE: 1})(kind).options(**options).remote()
 
+    def _await_started(self, actors: Sequence[ActorId]) -> None:
+        """Where Ray has been told what actors take, it may keep them waiting: see ray_memory.py."""
+        specs = {actor: self.spec_of(actor) for actor in actors}
+        await_started(
+            {
+                self._handle(actor).ping.remote(): (self.part_of(actor), spec.node_id, spec.memory_bytes)
+                for actor, spec in specs.items()
+                if spec.memory_bytes is not None
+            },
+            lambda node: self._node_names.get(node, node),
+        )
+
     def _handle(self, actor: ActorId) -> Any:
         return (self._all_shards if actor.kind == "shard" else self._all_stages)[actor.number]
 
@@ -203,13 +233,4 @@ class ActorChain:
 
     def _on_every_stage(self, refs: Sequence[Any]) -> None:
         for ref in refs:
-            _answer(ref)
-
-
-def _answer(ref: Any) -> Any:
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    except ray.exceptions.RayActorError as error:
-        raise ActorGone(f"an actor of this run ended unexpectedly: {error}; start the run again") from None
+            answer_of(ref)

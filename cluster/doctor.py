@@ -23,8 +23,7 @@ from k3ray.cluster.machine import (
     physical_cores,
 )
 from k3ray.cluster.ray_driver import RayFailure
-from k3ray.cluster.ray_join import announced_address, examine
-from k3ray.cluster.ray_runtime import LOCAL
+from k3ray.cluster.ray_join import LOCAL, announced_address, examine
 from k3ray.cluster.ray_settings import SHARED_MEMORY, SMALLEST_STORE_BYTES
 from k3ray.kernels.compile import cache_directory
 from k3ray.workers.checkpoint import index_cache

@@ -82,6 +82,8 @@ class SeatDivider:
         if pinned is None:
             return None
         streamed = self.costs.streamed_bytes(first, stop, pinned)
+        if streamed and not use.seat.streams:
+            return None
         extra = 0 if streamed else room - self.costs.trunk_memory(first, stop, pinned)
         return Division(first, stop, pinned, min(most, floor + extra), streamed)
 
@@ -178,6 +180,8 @@ def _refusal(divider: SeatDivider, uses: Sequence[SeatUse]) -> PlacementFailure:
                      "a shard": sum(shard.values()), "slots of one token's experts": floor}  # fmt: skip
             line += ": it needs " + ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size)
             line += " and the tape's ring"
+        if not use.seat.streams:
+            line += "; it has no tape, so that all of a stage's trunk has to stay in its memory"
         lines.append(line)
     why = "together too few" if room < layers else "and no cut into contiguous runs fits them all"
     listed = "".join(f"\n  {line}" for line in lines[:20])

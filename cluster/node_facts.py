@@ -115,7 +115,7 @@ def look_at_tape(path: Path) -> TapeCopy:
         return TapeCopy(str(path), problem=f"{TAPE_NAME}: {error.strerror}: copy it again")
     expected = manifest.identity.total_bytes
     problem = "" if found == expected else f"{found:,} bytes, expected {expected:,}: copy it again"
-    return TapeCopy(str(path), manifest.digest, problem)
+    return TapeCopy(str(path), manifest.digest, problem, manifest.identity.chunk_bytes)
 
 
 def _part(path: Path, names: TensorIndex, present: set[str], digest: str, num_layers: int) -> ModelCopy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -12,10 +13,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from k3ray.cluster.node_facts import Inquiry, look
 from k3ray.cluster.ray_driver import reason_of
+from k3ray.cluster.ray_memory import memory_left
 from k3ray.cluster.roots_file import RootsMap
 from k3ray.cluster.strict_toml import TomlFailure
 from k3ray.cluster.topology import NodeFacts
 
+RAY_DECIDES = "what Ray has left for actors there; `ray start --memory=BYTES` gives it more"
 ANSWER_S = 120.0  # a node may have to build its index first
 
 
@@ -52,7 +55,19 @@ def survey(
         for inquiry in inquiries
     ]
     ray.wait(asked, num_returns=len(asked), timeout=answer_s)
-    return [_answer(inquiry, ref, answer_s) for inquiry, ref in zip(inquiries, asked, strict=True)]
+    left = memory_left()
+    answers = (_answer(inquiry, ref, answer_s) for inquiry, ref in zip(inquiries, asked, strict=True))
+    return [within_ray(facts, left.get(facts.node_id)) for facts in answers]
+
+
+def within_ray(facts: NodeFacts, left_bytes: int | None) -> NodeFacts:
+    """The facts with no more memory than Ray can still give to actors there: it counts what other runs have declared.
+
+    None: Ray does not say.
+    """
+    if left_bytes is None or facts.problem or facts.available_bytes <= left_bytes:
+        return facts
+    return replace(facts, available_bytes=left_bytes, decided_by=RAY_DECIDES)
 
 
 def _inquiry(

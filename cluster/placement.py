@@ -28,6 +28,7 @@ class NodePlacement:
 
     node_id: str
     name: str
+    address: str
     budget_bytes: int
     parts: Mapping[str, int]
 
@@ -107,7 +108,7 @@ def place(
         num_layers=config.num_hidden_layers,
         num_experts=config.num_experts,
         nodes=tuple(
-            NodePlacement(node.node_id, node.name, budget, mine)
+            NodePlacement(node.node_id, node.name, node.address, budget, mine)
             for node, budget, mine in zip(nodes, budgets, parts, strict=True)
         ),
         stages=tuple(stages),

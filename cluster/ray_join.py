@@ -27,6 +27,7 @@ PROBE_S = 30.0  # it takes one second, on a machine that is not overloaded
 # What Ray's client waits for a port that is open and silent, in the probe.
 PROBE_LIMITS = {"RAY_py_gcs_connect_timeout_s": "4", "RAY_gcs_rpc_server_connect_timeout_s": "1"}
 
+LOCAL = "local"  # as an address: a Ray of our own
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 OWN_INSTEAD = "or set RAY_ADDRESS=local to start a Ray of its own"
 
@@ -52,6 +53,12 @@ def announced_address() -> str | None:
             if _accepts(*_host_and_port(address)):
                 return address
     return None
+
+
+def chosen_address(address: str | None) -> str | None:
+    """The address that RAY_ADDRESS or a call gives, else the announced one; None: no cluster is to be joined."""
+    found = address if address not in (None, "", "auto") else announced_address()
+    return None if found == LOCAL else found
 
 
 def examine(address: str) -> Cluster:

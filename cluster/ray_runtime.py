@@ -11,13 +11,12 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from k3ray.cluster.ray_driver import RayFailure, silent_ray
-from k3ray.cluster.ray_join import announced_address, examine, joined_ray
+from k3ray.cluster.ray_join import chosen_address, examine, joined_ray
 from k3ray.cluster.ray_private import private_ray
 from k3ray.cluster.signals import ignored_signals, unwinding_signals
 
 MIB = 1 << 20
 STORE_BYTES = 200 * MIB
-LOCAL = "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,12 @@ class RayRuntime:
     address: str  # of the cluster that was joined; empty where `started`
     description: str
     daemons: Mapping[int, str] = field(default_factory=dict)
+    num_nodes: int = 1  # that lived when it was joined
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of the node that this process runs on."""
+        return str(ray.get_runtime_context().get_node_id())
 
     def describe(self) -> str:
         """One line: which Ray this is."""
@@ -60,8 +65,7 @@ class RayRuntime:
         if memory_bytes is not None and not self.started:
             options["memory"] = memory_bytes
         if not self.started:
-            node_id = node_id or ray.get_runtime_context().get_node_id()
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id or self.node_id, soft=False)
         return {**options, "max_restarts": 0, "max_task_retries": 0}
 
 
@@ -85,8 +89,8 @@ def _enter(settings: RaySettings, running: ExitStack) -> RayRuntime:
         raise RayFailure(
             "this process is connected to Ray already, and one process can be so once: ray.shutdown() first"
         )
-    address = settings.address if settings.address not in (None, "", "auto") else announced_address()
-    if address is None or address == LOCAL:
+    address = chosen_address(settings.address)
+    if address is None:
         own = running.enter_context(private_ray(settings.workers, settings.store_bytes))
         store = f"{own.settings.store_bytes // MIB} MB object store in {own.settings.store_directory}"
         slow = "" if own.slow_reason is None else f"; started slowly, with all its helpers: {own.slow_reason}"
@@ -94,4 +98,5 @@ def _enter(settings: RaySettings, running: ExitStack) -> RayRuntime:
     cluster = examine(address)
     running.enter_context(joined_ray(cluster))
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
-    return RayRuntime(False, cluster.address, f"Ray: joined the cluster at {address}, {nodes}")
+    said = f"Ray: joined the cluster at {address}, {nodes}"
+    return RayRuntime(False, cluster.address, said, num_nodes=cluster.nodes)

@@ -31,7 +31,8 @@ class ClusterWishes:
     """What is asked of a placement; None: as the planner thinks best.
 
     stages, shards: of the whole cluster; shards 0: the experts live in the stages. seats: of every node. memory_bytes:
-    of every node, or a preset's name. positions: prompt and generated tokens of the one sequence.
+    of every node, or a preset's name. positions: prompt and generated tokens of the one sequence. packed: plan as if
+    every node had a tape; else a stage on a node without one holds all of its trunk.
     """
 
     stages: int | None = None
@@ -40,6 +41,7 @@ class ClusterWishes:
     memory_bytes: int | None = None
     preset: str | None = None
     positions: int = 4096
+    packed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Seat:
 
     speeds: of all its threads, its share of the node's memory bandwidth; the disks and the network are the node's.
     disk_sharers: how many seats of the node use its disks. opens_node: pays for what a node has once. driver: the
-    command runs on this node. layers: those that the node's disks hold; top: also embedding and head.
+    command runs on this node. layers: those that the node's disks hold; top: also embedding and head. streams: there
+    is a tape to stream trunk from.
     """
 
     node: int
@@ -62,6 +65,7 @@ class Seat:
     driver: bool
     layers: frozenset[int]
     top: bool
+    streams: bool = True
 
     @property
     def carries_driver(self) -> bool:
@@ -80,7 +84,8 @@ def make_seats(nodes: Sequence[NodeFacts], wishes: ClusterWishes) -> tuple[tuple
     seats: list[Seat] = []
     has_driver = any(node.driver for node in nodes)
     for number, (node, budget) in enumerate(zip(nodes, budgets, strict=True)):
-        seats += _seats_of(number, node, budget, wishes.seats, node.driver or (not has_driver and number == 0))
+        carries = node.driver or (not has_driver and number == 0)
+        seats += _seats_of(number, node, budget, wishes.seats, carries, wishes.packed or bool(node.tapes))
     return tuple(seats), budgets
 
 
@@ -122,7 +127,7 @@ def _budget(node: NodeFacts, wishes: ClusterWishes) -> int:
     return asked
 
 
-def _seats_of(number: int, node: NodeFacts, budget: int, asked: int | None, driver: bool) -> list[Seat]:
+def _seats_of(number: int, node: NodeFacts, budget: int, asked: int | None, driver: bool, streams: bool) -> list[Seat]:
     by_numa = [place for place in node.numa if place.cores]
     count = asked or max(1, len(by_numa))
     parts: list[tuple[int | None, tuple[int, ...], int]]
@@ -137,6 +142,7 @@ def _seats_of(number: int, node: NodeFacts, budget: int, asked: int | None, driv
         Seat(
             number, numa, cores[: threads[place]], threads[place], nbytes,
             _of_seat(node.speeds, threads[place] / sum(threads)), count, place == 0, driver, node.layers, node.top,
+            streams,
         )
         for place, (numa, cores, nbytes) in enumerate(parts)
     ]  # fmt: skip

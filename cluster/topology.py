@@ -64,11 +64,15 @@ class ModelCopy:
 
 @dataclass(frozen=True, slots=True)
 class TapeCopy:
-    """One folder that `k3ray pack` made. fingerprint: its manifest's digest. problem: why it cannot be used."""
+    """One folder that `k3ray pack` made. fingerprint: its manifest's digest. problem: why it cannot be used.
+
+    chunk_bytes: the largest of its chunks.
+    """
 
     path: str
     fingerprint: str = ""
     problem: str = ""
+    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

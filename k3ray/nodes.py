@@ -9,8 +9,8 @@ from pathlib import Path
 
 from k3ray.cluster.node_facts import Inquiry, look
 from k3ray.cluster.node_survey import survey
-from k3ray.cluster.ray_join import announced_address
-from k3ray.cluster.ray_runtime import LOCAL, RaySettings, ray_runtime
+from k3ray.cluster.ray_join import chosen_address
+from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
 from k3ray.cluster.roots_file import Roots, RootsMap, read_roots
 from k3ray.cluster.strict_toml import TomlFailure
 from k3ray.cluster.topology import NodeFacts, Verdict, compare_nodes
@@ -40,8 +40,8 @@ def find_nodes(
     """
     here = Roots((str(model_dir.resolve()),), () if tape is None else (str(tape.resolve()),))
     roots = RootsMap((), here) if roots_file is None else read_roots(roots_file, here)
-    address = environment.ray_address if environment.ray_address not in (None, "", "auto") else announced_address()
-    if address is None or address == LOCAL:
+    address = chosen_address(environment.ray_address)
+    if address is None:
         facts, described = [_look_here(roots, roots_file, environment, measure)], "this machine; no cluster is joined"
     else:
         with ray_runtime(RaySettings(address)) as runtime:

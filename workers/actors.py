@@ -16,6 +16,7 @@ import pyarrow as pa
 import ray
 
 from k3ray.kernels.compile import compile_all
+from k3ray.workers.expert_fanout import RemoteExperts
 from k3ray.workers.experts import ExpertStore
 from k3ray.workers.failure import Failure
 from k3ray.workers.held_snapshot import SnapshotChunk, SnapshotPlace
@@ -24,9 +25,13 @@ from k3ray.workers.hop_door import HopDoor
 from k3ray.workers.hop_link import HopCounts, HopLink
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
+from k3ray.workers.memory_binding import bind_process
+from k3ray.workers.message_counts import MessageCounts
 from k3ray.workers.model.snapshot import StatePiece
+from k3ray.workers.own_memory import OwnMemory
 from k3ray.workers.shard import ExpertShard
 from k3ray.workers.shard_link import ReplaceableShard, ShardGone
+from k3ray.workers.specs import part_name
 from k3ray.workers.stage import LayerStage
 from k3ray.workers.step_times import StepTimes
 
@@ -41,12 +46,13 @@ class NotLoaded(Failure):
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What runs in one actor's process."""
+    """What runs in one actor's process. note: what could not be bound to its memory node, if anything."""
 
     pid: int
     versions: dict[str, str]
     kernels_compiled: int
     kernel_seconds: float
+    note: str = ""
 
 
 def versions() -> dict[str, str]:
@@ -92,20 +98,28 @@ class LayerStageActor:
         self._parts: LoadedSlice | None = None
         self._links: list[ReplaceableShard] = []
         self._hops = HopCounts()
+        self._spec: StageSpec | None = None
+        self._memory = OwnMemory()
 
     def load(self, spec: StageSpec, shards: Sequence[Any]) -> ProcessReport:
         """Compile the kernels or take them from the cache, and load the stage; shards are actor handles."""
+        self._memory.watch()
         if self._parts is not None:
             self._parts.close()
-        kernels = compile_all()
+        note, kernels = bind_process(spec.numa, spec.cores, spec.numa_bytes), compile_all()
         self._hops = HopCounts()
         self._links = [ReplaceableShard(self._link(handle)) for handle in shards]
         self._stage, self._parts = load_stage(spec, self._links)
-        return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds)
+        self._spec = spec
+        return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds, note)
 
     def ping(self) -> int:
         """Say that this process lives, while it works on something else: call it in the group ASIDE."""
         return os.getpid()
+
+    def peak_memory(self) -> int:
+        """See OwnMemory.peak_bytes: call it in the group ASIDE."""
+        return self._memory.peak_bytes()
 
     def relink(self, shard: int, generation: int, handle: Any) -> None:
         """Ask another process from now on, also for what the lost one owes: call it in the group ASIDE."""
@@ -168,7 +182,12 @@ class LayerStageActor:
     def counts(self) -> IoCounts:
         """See LoadedSlice.counts; with the times of the steps."""
         times = _loaded(self._stage).times + StepTimes.of_hops(self._hops)
-        return replace(_loaded(self._parts).counts(), times=times)
+        return replace(_loaded(self._parts).counts(), times=times, messages=self._messages())
+
+    def _messages(self) -> MessageCounts:
+        spec, stage, parts = _loaded(self._spec), _loaded(self._stage), _loaded(self._parts)
+        shards = parts.experts.traffic if isinstance(parts.experts, RemoteExperts) else []
+        return MessageCounts.of_stage(part_name(spec), spec.first == 0, stage.has_head, stage.traffic, shards)
 
 
 class ExpertShardActor:
@@ -178,17 +197,19 @@ class ExpertShardActor:
         self._shard: ExpertShard | None = None
         self._store: ExpertStore | None = None
         self._door: HopDoor | None = None
+        self._memory = OwnMemory()
 
     def load(self, spec: ShardSpec) -> ProcessReport:
         """Compile the kernels or take them from the cache, and open the shard's cache."""
+        self._memory.watch()
         if self._store is not None:
             self._store.close()
         if self._door is not None:
             self._door.close()
-        kernels = compile_all()
+        note, kernels = bind_process(spec.numa, spec.cores, spec.numa_bytes), compile_all()
         self._shard, self._store = load_shard(spec)
         self._door = HopDoor(self._shard.apply)
-        return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds)
+        return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds, note)
 
     def ping(self) -> int:
         """See LayerStageActor.ping."""
@@ -197,6 +218,10 @@ class ExpertShardActor:
     def busy_s(self) -> float:
         """See ExpertShard.busy_s: call it in the group ASIDE."""
         return self._shard.busy_s() if self._shard is not None else 0.0
+
+    def peak_memory(self) -> int:
+        """See LayerStageActor.peak_memory."""
+        return self._memory.peak_bytes()
 
     def door(self, asker_node: str) -> DoorAddress:
         """Return where a stage on that Ray node reaches this shard, and the secret that lets it in."""

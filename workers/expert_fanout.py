@@ -15,6 +15,7 @@ import pyarrow as pa
 from k3ray.workers.expert_owners import ExpertOwners
 from k3ray.workers.failure import Failure
 from k3ray.workers.frames import ExpertRequest, decode_expert_reply, encode_expert_request
+from k3ray.workers.message_counts import Traffic
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
@@ -44,6 +45,7 @@ class RemoteExperts:
         self._links = links
         self._owners = owners or ExpertOwners(len(links))
         self._damaged: set[tuple[int, int]] = set()
+        self.traffic = [Traffic() for _ in links]
 
     def begin(self, layer: int, expert_ids: Int32Array, latents: Float32Array) -> Callable[[], Float32Array]:
         """Send every shard its pairs; returns the call that collects the outputs (tokens, k, latent) f32."""
@@ -56,12 +58,17 @@ class RemoteExperts:
                 continue
             offsets = np.concatenate([[0], np.cumsum(mine[rows].sum(axis=1))]).astype(np.int32)
             request = ExpertRequest(layer, latents[rows], offsets, expert_ids[mine])
-            pending.append((link, link.submit(encode_expert_request(request)), mine))
+            message = encode_expert_request(request)
+            self.traffic[shard].sent += 1
+            self.traffic[shard].sent_bytes += message.size
+            pending.append((shard, link.submit(message), mine))
 
         def collect() -> Float32Array:
             outputs = np.empty((*expert_ids.shape, latents.shape[1]), np.float32)
-            for link, ticket, mine in pending:
-                self._place(layer, link.collect(ticket), mine, outputs)
+            for shard, ticket, mine in pending:
+                message = self._links[shard].collect(ticket)
+                self.traffic[shard].received_bytes += message.size
+                self._place(layer, message, mine, outputs)
             return outputs
 
         return collect

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from k3ray.workers.experts import ExpertStore
+from k3ray.workers.message_counts import MessageCounts
 from k3ray.workers.step_times import StepTimes
 from k3ray.workers.tape.source import TapeSource
 
@@ -16,6 +17,7 @@ class IoCounts:
     trunk_bytes, expert_bytes: what the disks gave. trunk_ahead_bytes: of trunk_bytes, read for the step to come.
     requests: experts asked for; hits: of these, resident before anything was read. *_wait_s: time in which the
     arithmetic stood still. times: where the steps' time went.
+    messages: what went between the actors.
     """
 
     trunk_bytes: int = 0
@@ -28,6 +30,7 @@ class IoCounts:
     requests: int = 0
     hits: int = 0
     times: StepTimes = field(default_factory=StepTimes)
+    messages: MessageCounts = field(default_factory=MessageCounts)
 
     @property
     def hit_rate(self) -> float:

@@ -79,3 +79,10 @@ class ShardSpec:
     numa: int | None = None
     numa_bytes: int | None = None
     memory_bytes: int | None = None
+
+
+def part_name(spec: StageSpec | ShardSpec) -> str:
+    """What a process holds, in words."""
+    if isinstance(spec, ShardSpec):
+        return f"shard {spec.shard} of {spec.num_shards}"
+    return f"layers {spec.first}..{spec.stop - 1}"

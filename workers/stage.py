@@ -16,6 +16,7 @@ import pyarrow as pa
 from k3ray.workers.failure import Failure
 from k3ray.workers.frames import ActivationFrame, LogitsFrame, decode_activations, encode_activations, encode_logits
 from k3ray.workers.held_snapshot import HeldSnapshot, SnapshotChunk, SnapshotGone, SnapshotPlace
+from k3ray.workers.message_counts import Traffic
 from k3ray.workers.model.feed_forward import Observe
 from k3ray.workers.model.slice import Slice
 from k3ray.workers.model.snapshot import StatePiece
@@ -49,6 +50,7 @@ class LayerStage:
         self._damaged_among = damaged_among
         self._answered: Answered | None = None
         self._clock = StepClock()
+        self.traffic = Traffic()
         self._held: dict[int, HeldSnapshot] = {}
         self._recorded: list[tuple[int, int, npt.NDArray[np.int32]]] | None = None
 
@@ -64,6 +66,11 @@ class LayerStage:
     def times(self) -> StepTimes:
         """Where the time of the steps so far went, in this process."""
         return self._clock.times
+
+    @property
+    def has_head(self) -> bool:
+        """Whether its answers are logits."""
+        return self._slice.has_head
 
     def open_sequence(self, session: int, capacity: int) -> None:
         """Begin an empty sequence of at most capacity positions."""
@@ -122,6 +129,13 @@ class LayerStage:
         an unexpected position; NonFiniteActivation.
         """
         self._clock.begin()
+        answer = self._answer_to(message)
+        self.traffic.sent += 1
+        self.traffic.sent_bytes += answer.size
+        self.traffic.received_bytes += message.size
+        return answer
+
+    def _answer_to(self, message: pa.Buffer) -> pa.Buffer:
         frame = decode_activations(message)
         digest = hashlib.blake2b(memoryview(message), digest_size=16).digest()
         if self._answered is not None and self._answered.step == frame.step:
