@@ -96,8 +96,8 @@ def compare(name: str, found: Floats, expected: Floats, tolerance: float, agains
     difference[~np.isfinite(difference)] = np.inf
     largest = np.abs(b).max(axis=1)
     errors = difference.max(axis=1)
-    relative = np.divide(errors, largest, out=np.where(errors > 0, np.inf, 0.0), where=largest > 0)
-    relative[np.isnan(relative)] = np.inf
+    measurable = (largest > 0) & np.isfinite(largest) & np.isfinite(errors)
+    relative = np.divide(errors, largest, out=np.where(errors > 0, np.inf, 0.0), where=measurable)
     row = int(relative.argmax())
     return Comparison(
         name, against, float(errors.max()), float(relative[row]), row, int(difference[row].argmax()), tolerance

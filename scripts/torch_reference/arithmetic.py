@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E8M0 = (*(2.0 ** (byte - 127) for byte in range(255)), 0.0)  # byte 255 is NaN: its group contributes nothing
 GROUP = 32  # columns that share a scale
+PART = 1 << 20  # elements of a matrix that are widened at a time: 8 MB of float64, memory that is used again
 
 
 def matmul(weight: Tensor, x: Tensor) -> Tensor:
     """(tokens, rows) = x (tokens, columns) times weight (rows, columns) transposed, widened to x's dtype in parts."""
-    step = max(1, (1 << 26) // weight.shape[1])  # at most 512 MB of float64 at a time
-    parts = [x @ weight[low : low + step].to(x.dtype).T for low in range(0, weight.shape[0], step)]
+    step = max(1, PART // weight.shape[1])
+    parts = [x @ weight[low : low + step].to(x.dtype).T for low in range(0, len(weight), step)]
     return torch.cat(parts, dim=-1)
+
+
+def matmul_mxfp4(packed: Tensor, scales: Tensor, x: Tensor) -> Tensor:
+    """(tokens, rows) = x (tokens, columns) times the decoded matrix transposed; see decode_mxfp4."""
+    step = max(1, PART // x.shape[1])
+    ranges = [slice(low, low + step) for low in range(0, len(packed), step)]
+    return torch.cat([x @ decode_mxfp4(packed[rows], scales[rows], x.dtype).T for rows in ranges], dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,8 +51,14 @@ def mix(blocks: Tensor, prefix: Tensor, norm: Tensor, projection: Tensor, eps: f
 
 def decode_mxfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """(rows, columns) of E2M1[nibble] * 2^(scale-127): packed (rows, columns/2) u8, scales (rows, columns/32) u8."""
-    low, high = packed & 15, packed >> 4
-    nibbles = torch.stack([low, high], dim=-1).reshape(len(packed), -1)  # byte j: columns 2j, then 2j+1
-    values = torch.tensor(E2M1, dtype=torch.float64)[nibbles.long()]
-    factors = torch.tensor(E8M0, dtype=torch.float64)[scales.long()].repeat_interleave(GROUP, dim=1)
-    return (values * factors).to(dtype)
+    pairs, powers = _tables(dtype)
+    factors = powers.index_select(0, scales.reshape(-1).int())
+    values = pairs.index_select(0, packed.reshape(-1).int())
+    return (values.reshape(len(factors), GROUP) * factors[:, None]).reshape(len(packed), -1)
+
+
+@cache
+def _tables(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The two values of every byte, columns 2j (low nibble) and 2j + 1 (high nibble), and every scale byte's factor."""
+    pairs = [(E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256)]
+    return torch.tensor(pairs, dtype=dtype), torch.tensor(E8M0, dtype=dtype)

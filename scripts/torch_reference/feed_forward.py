@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_reference.arithmetic import decode_mxfp4, matmul, rms_norm, situ
+from torch_reference.arithmetic import matmul, matmul_mxfp4, rms_norm, situ
 from torch_reference.settings import Settings
 
 Read = Callable[[str], Tensor]  # a tensor of the layer, as stored, by its short name
@@ -56,11 +56,11 @@ def mixture(settings: Settings, read: Read, x: Tensor, expert_ids: Tensor, score
 def _expert(settings: Settings, read: Read, expert: int, x: Tensor) -> Tensor:
     """W2 SiTU(W1 x, W3 x): w1 is the gate, w3 the up and w2 the down projection."""
 
-    def matrix(part: str) -> Tensor:
+    def apply(part: str, x: Tensor) -> Tensor:
         name = f"experts.{expert}.{part}"
-        return decode_mxfp4(read(f"{name}.weight_packed"), read(f"{name}.weight_scale"), x.dtype)
+        return matmul_mxfp4(read(f"{name}.weight_packed"), read(f"{name}.weight_scale"), x)
 
-    return matmul(matrix("w2"), _situ(settings, matmul(matrix("w1"), x), matmul(matrix("w3"), x)))
+    return apply("w2", _situ(settings, apply("w1", x), apply("w3", x)))
 
 
 def _situ(settings: Settings, gate: Tensor, up: Tensor) -> Tensor:
