@@ -29,7 +29,7 @@ class KeptCounts:
         """Note the damaged experts that an answered step has used: they came with its answer."""
         self._damaged.update(damaged)
 
-    def renewed(self, actor: ActorId) -> None:
+    def renewed(self, actor: ActorId, report: Any = None) -> None:
         """An actor's new process counts from zero."""
         self._gone += self._last[actor]
         self._last[actor] = IoCounts()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -28,8 +28,9 @@ def survey(
     measure: bool = False,
     answer_s: float = ANSWER_S,
     refuse_unknown: Callable[[list[str]], TomlFailure] | None = None,
+    only: Collection[str] | None = None,
 ) -> list[NodeFacts]:
-    """The facts of all living nodes, the driver's first, the others by name.
+    """The facts of all living nodes, the driver's first, the others by name. only: ids of those that are asked.
 
     A node that cannot run the question (no k3ray, another Python) or does not answer in time has only a problem.
     refuse_unknown: makes the failure for names of the roots file that no node has.
@@ -43,7 +44,11 @@ def survey(
     if unknown and refuse_unknown is not None:
         raise refuse_unknown(unknown)
     shown = names_of([_key(node) for node in nodes])
-    inquiries = [_inquiry(node, name, roots, own, threads, measure) for node, name in zip(nodes, shown, strict=True)]
+    inquiries = [
+        _inquiry(node, name, roots, own, threads, measure)
+        for node, name in zip(nodes, shown, strict=True)
+        if only is None or node["NodeID"] in only
+    ]
     asked = [
         ray.remote(look)
         .options(

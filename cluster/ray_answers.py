@@ -1,4 +1,4 @@
-"""What an object ref of a call to an actor holds: its answer, or which kind of loss it was, told apart for the recovery.
+"""What an object ref of a call to an actor holds: its answer, or which kind of loss it was.
 
 An actor that has died, an answer that went with its node or is stuck behind a broken link, and a call that was never
 begun because what it was to be given is lost, are three things (actor_calls.py).

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from k3ray.cluster.actor_calls import ActorGone, ActorId, Actors, all_actors
+from k3ray.cluster.actor_calls import ActorGone, ActorId, Actors, AnswerLost, all_actors
 from k3ray.cluster.flights import Flight, Flights
 from k3ray.cluster.homes import Homes, OneHost
 from k3ray.cluster.kept_counts import KeptCounts
@@ -53,18 +53,15 @@ class RecoveringChain:
         self._log = StepLog(actors.num_stages)
         self._kept = KeptCounts(all_actors(actors))
 
-        def renewed(actor: ActorId, report: Any) -> None:
-            self._kept.renewed(actor)
-            replaced(actor, report)
-
         homes = homes or OneHost()
-        self._processes = Replacing(actors, settings, renewed, lambda: self._log.num_steps, homes)
+        hear = (self._kept.renewed, replaced)
+        self._processes = Replacing(actors, settings, hear, lambda: self._log.num_steps, homes)
         self._result_of = self._processes.result_of
         self._flights = Flights(actors, self._log)
         self._rounds = SnapshotRounds(actors, self._log, homes.is_near)
         self._processes.meanwhile = self._gather
         self._processes.pulled_bytes = lambda: self._rounds.pulled_bytes
-        self._counts_due = False
+        self._counts_due = False  # after a round of snapshots
         self._pace = Pace()
         self._unready: set[ActorId] = set()  # stages that were not yet told what their predecessors knew
 
@@ -134,7 +131,8 @@ class RecoveringChain:
             try:
                 answer = self._result_of(stage, ticket.tickets[ticket.answered], deadline_s)
             except ActorGone as lost:
-                self._recover(set() if self._flights.take_back_after(lost, ticket) else {stage})
+                again = self._flights.take_back_after(lost, ticket) and self._processes.lives(stage)
+                self._recover(set() if again else {stage})
                 continue
             except Failure:
                 self._flights.clear()
@@ -145,11 +143,11 @@ class RecoveringChain:
         self._flights.end(ticket)
         self._gather()
         if self._counts_due:
-            self._counts_due = False
             self._kept.ask(self._ask)  # as often as snapshots, so that a lost actor's counters are not all forgotten
-        assert ticket.last is not None
-        self._kept.met(decode_logits(ticket.last).damaged)
-        return ticket.last
+            self._counts_due = False
+        last: pa.Buffer = ticket.last
+        self._kept.met(decode_logits(last).damaged)
+        return last
 
     def restore_point(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
         """Yield a sequence's state at the last moment at which it was kept of all stages, asking nobody.
@@ -193,8 +191,9 @@ class RecoveringChain:
         while True:
             try:
                 return self._result_of(actor, self._actors.call(actor, method, *arguments))
-            except ActorGone:
-                self._recover({actor})
+            except ActorGone as lost:
+                if not (isinstance(lost, AnswerLost) and self._processes.lives(actor)):
+                    self._recover({actor})
 
     def _stages(self) -> list[ActorId]:
         return [ActorId("stage", number) for number in range(self.num_stages)]

@@ -23,7 +23,8 @@ class RecoverySettings:
 
     snapshot_every: steps; 0: no snapshots, a replacement begins at position 0. log_bytes: of kept messages, after
     which a snapshot is due whatever the number of steps. look_s: an answer that takes longer makes us look at the
-    actors; silent_s: one that does not answer a look within it is hung; start_s: the same for a process that has
+    actors; silent_s: one that does not answer a look within it is hung; sign_s: the same for one whose
+    last answer was lost on the way; start_s: the same for a process that has
     never answered and whose node can be reached. A stage that answers looks and not its step is hung after slow_factor
     times the time that such a step took at most, within shortest_deadline_s and longest_deadline_s; unless a shard
     works on one request for blamed_share of that: then the shard is.
@@ -34,6 +35,7 @@ class RecoverySettings:
     log_bytes: int = 32 << 20
     look_s: float = 0.5
     settle_s: float = 0.2
+    sign_s: float = 5.0
     silent_s: float = 20.0
     start_s: float = 300.0
     slow_factor: float = 20.0

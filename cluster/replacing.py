@@ -29,11 +29,11 @@ class Replacing:
         self,
         actors: Actors,
         settings: RecoverySettings,
-        replaced: Callable[[ActorId, Any], None],
+        replaced: tuple[Callable[[ActorId, Any], None], ...],
         step: Callable[[], int],
         homes: Homes | None = None,
     ) -> None:
-        """replaced: hears of each new process what its load answered. step: how many steps were sent."""
+        """replaced: hear of each new process what its load answered. step: how many steps were sent."""
         self._actors = actors
         self._settings = settings
         self._replaced = replaced
@@ -86,6 +86,19 @@ class Replacing:
                 started = time.monotonic()
         return self._actors.result(ticket)
 
+    def lives(self, actor: ActorId) -> bool:
+        """Wait until an actor whose answer was lost on the way says that it lives; one that does not is killed."""
+        self._watch.look()
+        heard, until = self._watch.times_heard(actor), time.monotonic() + self._settings.sign_s
+        while self._watch.times_heard(actor) == heard:
+            self._check_time(actor)
+            self._homes.check_own()
+            if actor in self._watch.look(self._settings.settle_s) or time.monotonic() > until:
+                self._actors.kill(actor)
+                return False
+            time.sleep(self._settings.settle_s / 4)  # a call that cannot be sent fails at once
+        return True
+
     def lost_now(self, found: Iterable[ActorId]) -> set[ActorId]:
         """Return the stages among what was found lost and what else is, having replaced the shards."""
         lost = {*found, *self._watch.look(self._settings.settle_s), *self._decided}
@@ -114,7 +127,8 @@ class Replacing:
             self._failed_here.discard(actor)
             if actor.kind == "shard":
                 self._actors.relink(actor.number)
-            self._replaced(actor, report)
+            for hear in self._replaced:
+                hear(actor, report)
         except ActorGone:
             self._failed_here.add(actor)
             raise

@@ -44,6 +44,10 @@ class Watch:
                 lost.add(actor)
         return lost | self._silent()
 
+    def times_heard(self, actor: ActorId) -> int:
+        """Return how often an actor has answered a question."""
+        return self._answers[actor]
+
     def hung_shards(self, deadline_s: float) -> set[ActorId]:
         """Return the shards because of which a stage has passed its deadline, by what they said last; killed here."""
         found = hung_shards(self._busy_s, deadline_s, self._settings)

@@ -169,6 +169,9 @@ class FakeActors:
     def layers_of(self, stage: int) -> range:
         return range(self.plan.stages[stage].first, self.plan.stages[stage].stop)
 
+    def spec_of(self, actor: ActorId) -> StageSpec | ShardSpec:
+        return (self.plan.shards if actor.kind == "shard" else self.plan.stages)[actor.number]
+
     def next_fault(self, actor: ActorId, method: str) -> How | None:
         self.calls[actor, method] += 1
         found = [

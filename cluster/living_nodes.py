@@ -1,0 +1,229 @@
+"""The nodes of a run that goes on while some of them are lost: where each actor lives, and what the others have free.
+
+It acts on what a view of the cluster says (ray_view.py) and decides by relocation.py; it starts and ends nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from k3ray.cluster.actor_calls import ActorId, ActorLost, Actors, all_actors
+from k3ray.cluster.homes import NewSpecs, Spec
+from k3ray.cluster.placement import Placement
+from k3ray.cluster.relocation import LostPart, Move, NoRoom, Room, relocate
+from k3ray.cluster.seat_costs import LayerCosts
+from k3ray.cluster.seats import ClusterWishes, make_seats
+from k3ray.cluster.topology import NodeFacts
+from k3ray.workers.expert_owners import ExpertOwners
+from k3ray.workers.specs import CheckpointSpec, StageSpec, TapeSpec
+
+HEAD_SILENT_S = 20.0  # a head that does not accept a connection for so long is lost
+BELIEVED_S = 5.0  # what was found about a node is not looked at again before
+
+
+class HeadLost(ActorLost):
+    """The head of the Ray cluster, or this host's own part of it, does not answer any more."""
+
+
+class PlacedActors(Actors, Protocol):
+    """Actors of which is known what each was loaded with last."""
+
+    def spec_of(self, actor: ActorId) -> Spec:
+        """Return an actor's part, node and all."""
+        ...
+
+
+class ClusterView(Protocol):
+    """The cluster as it is now."""
+
+    @property
+    def own_id(self) -> str:
+        """The node that this process runs on."""
+        ...
+
+    def alive(self) -> Collection[str]:
+        """Return the ids of the nodes that the cluster takes for alive: it may believe so for a minute too long."""
+        ...
+
+    def answers(self, node_id: str) -> bool:
+        """Whether a node accepts a connection within a few seconds."""
+        ...
+
+    def head_answers(self) -> bool:
+        """Whether the head accepts a connection."""
+        ...
+
+    def memory_left(self) -> Mapping[str, int]:
+        """Return the bytes that the cluster still gives to actors, by node id."""
+        ...
+
+    def look_at(self, node_ids: Collection[str]) -> Sequence[NodeFacts]:
+        """Return the facts of nodes that can take part: the same versions, the same model."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRun:
+    """What a run on several nodes was planned from. nodes: the facts of the placement's nodes, in its order."""
+
+    placement: Placement
+    nodes: tuple[NodeFacts, ...]
+    costs: LayerCosts
+
+
+class LivingNodes:
+    """Homes (cluster/homes.py) of the actors of a placed run."""
+
+    def __init__(
+        self,
+        actors: PlacedActors,
+        run: PlacedRun,
+        view: ClusterView,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._actors = actors
+        self._run = run
+        self._view = view
+        self._clock = clock
+        self._facts = {node.node_id: node for node in run.nodes}
+        self._budget = {
+            node.node_id: run.placement.nodes[number].budget_bytes - run.placement.node_bytes(number)
+            for number, node in enumerate(run.nodes)
+        }  # what is left of it: the moves come off
+        self._looked: dict[str, tuple[float, bool]] = {}
+        self._head_answered = clock()
+        self._head_asked = clock()
+
+    def is_near(self, actor: ActorId) -> bool:
+        """Whether an actor is on this process's node."""
+        return self._node_of(actor) == self._view.own_id
+
+    def name_of(self, actor: ActorId) -> str:
+        """Return the name of an actor's node."""
+        node = self._node_of(actor)
+        return self._facts[node].name if node in self._facts else node
+
+    def is_reachable(self, actor: ActorId) -> bool:
+        """Whether an actor's node is alive and accepts a connection."""
+        return self._reaches(self._node_of(actor))
+
+    def beside(self, actor: ActorId) -> frozenset[ActorId]:
+        """Return all actors of an actor's node."""
+        node = self._node_of(actor)
+        return frozenset(one for one in all_actors(self._actors) if self._node_of(one) == node)
+
+    def find_new(self, lost: Collection[ActorId]) -> NewSpecs:
+        """Place lost actors on other nodes than theirs; raises NoRoom, HeadLost.
+
+        Nodes that have joined meanwhile are looked at, which takes some seconds.
+        """
+        left = {self._node_of(actor) for actor in lost}
+        if self._view.own_id in left:
+            raise NoRoom(f"{', '.join(map(str, sorted(lost)))}: this host itself is not reachable any more")
+        for facts in self._view.look_at([node for node in self._view.alive() if node not in self._facts]):
+            self._facts[facts.node_id] = facts
+            self._budget[facts.node_id] = self._new_budget(facts)
+        declared = self._view.memory_left()
+        rooms = [
+            self._room(facts, min(self._budget[node], declared.get(node, self._budget[node])))
+            for node, facts in self._facts.items()
+            if node not in left and self._reaches(node)
+        ]
+        moves = relocate([self._part(actor) for actor in sorted(lost)], rooms, self._run.costs)
+        for move in moves.values():
+            self._budget[move.node_id] -= move.planned_bytes
+        return {actor: self._spec(move) for actor, move in moves.items()}
+
+    def check_own(self) -> None:
+        """Raise HeadLost when the head has not accepted a connection for HEAD_SILENT_S; asked now and then."""
+        now = self._clock()
+        if now - self._head_asked < 1.0:
+            return
+        self._head_asked = now
+        if self._view.head_answers():
+            self._head_answered = self._clock()
+        elif now - self._head_answered > HEAD_SILENT_S:
+            raise HeadLost(
+                f"the head of the Ray cluster has not answered for {now - self._head_answered:.0f} s: nothing can be "
+                "started without it; start the cluster and then the run again"
+            )
+
+    def _node_of(self, actor: ActorId) -> str:
+        return self._actors.spec_of(actor).node_id or self._view.own_id
+
+    def _reaches(self, node: str) -> bool:
+        if node == self._view.own_id:
+            return True
+        when, found = self._looked.get(node, (-BELIEVED_S, False))
+        if self._clock() - when >= BELIEVED_S:
+            found = node in self._view.alive() and self._view.answers(node)
+            self._looked[node] = self._clock(), found
+        return found
+
+    def _new_budget(self, facts: NodeFacts) -> int:
+        """What a node that has joined can take, after what it needs once."""
+        (seat, *_), (budget, *_) = make_seats([replace(facts, driver=False)], ClusterWishes(seats=1))
+        once = self._run.costs.node_parts(replace(seat, driver=False))
+        return budget - sum(once.values())
+
+    def _room(self, facts: NodeFacts, free_bytes: int) -> Room:
+        tape = _tape(facts, self._run.placement.chunk_bytes) is not None
+        return Room(facts.node_id, facts.name, free_bytes, max(1, facts.threads), facts.layers, facts.top, tape)
+
+    def _part(self, actor: ActorId) -> LostPart:
+        """What an actor has, from what it was last loaded with."""
+        spec, config = self._actors.spec_of(actor), self._run.costs.config
+        if isinstance(spec, StageSpec):
+            remote = self._actors.num_shards > 0
+            moe = sum(config.is_moe(layer) for layer in range(spec.first, spec.stop))
+            owned = 0 if remote else moe * config.num_experts
+            slots = owned if spec.cache_slots is None else spec.cache_slots
+            pinned = None if spec.tape is None else spec.tape.pinned_chunks
+            layers = frozenset(range(spec.first, spec.stop))
+            top = spec.first == 0 or spec.stop == config.num_hidden_layers
+            alone = self._actors.num_stages == 1
+            return LostPart(
+                actor, spec.first, spec.stop, spec.threads, layers, top, owned, slots, pinned, remote, alone
+            )
+        owners = ExpertOwners(spec.num_shards, config.num_experts, spec.experts)
+        held = owners.held_by(spec.shard, config.moe_layers, config.num_experts)
+        owned = int(sum(mask.sum() for mask in held.values()))
+        slots = owned if spec.cache_slots is None else spec.cache_slots
+        return LostPart(actor, 0, 0, spec.threads, frozenset(held), False, owned, slots, None)
+
+    def _spec(self, move: Move) -> Spec:
+        """What an actor is loaded with on its new node."""
+        spec, facts = self._actors.spec_of(move.actor), self._facts[move.node_id]
+        moved = replace(
+            spec,
+            checkpoint=_on_node(spec.checkpoint, facts),
+            threads=move.threads,
+            cores=facts.cores[: move.threads],
+            cache_slots=None if spec.cache_slots is None and not move.slots else move.slots,
+            node_id=move.node_id,
+            numa=None,
+            numa_bytes=None,
+            memory_bytes=move.planned_bytes,
+        )
+        if not isinstance(moved, StageSpec):
+            return moved
+        folder = _tape(facts, self._run.placement.chunk_bytes)
+        if folder is None or move.pinned_chunks is None:
+            return replace(moved, tape=None)
+        return replace(moved, tape=TapeSpec(folder, move.pinned_chunks, move.ring_chunks))
+
+
+def _on_node(checkpoint: CheckpointSpec, node: NodeFacts) -> CheckpointSpec:
+    """The model as a node has it."""
+    first, *others = (Path(copy.path) for copy in node.models if not copy.problem)
+    return replace(checkpoint, model_dir=first, mirrors=tuple(others), config_path=None, partial=True)
+
+
+def _tape(node: NodeFacts, chunk_bytes: int) -> Path | None:
+    """The folder of the node's tape, where it is cut like the one that was planned for."""
+    sound = (tape for tape in node.tapes if not tape.problem and tape.chunk_bytes == chunk_bytes)
+    return next((Path(tape.path) for tape in sound), None)
