@@ -42,8 +42,6 @@ class HopCounts:
     """
 
     trips: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
     send_s: float = 0.0
     wait_s: float = 0.0
     hop_s: float = 0.0
@@ -203,7 +201,5 @@ class HopLink:
     def _count(self, ticket: HopTicket, reply: HopFrame, waited_s: float) -> None:
         counts, whole_s = self._counts, time.perf_counter() - ticket.started
         counts.trips += 1
-        counts.sent_bytes += ticket.request.size
-        counts.received_bytes += reply.message.size
         counts.wait_s += waited_s
         counts.hop_s += min(waited_s, max(0.0, whole_s - reply.work_ns / 1e9))

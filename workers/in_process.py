@@ -92,9 +92,9 @@ class InProcessChain:
         return sorted({met for part in self._parts for met in part.damaged_met()})
 
     def counts(self) -> IoCounts:
-        """Return what all stages and shards have read."""
+        """Return what all stages and shards have read, and where the stages' time went."""
         counts = [loaded.counts() for loaded in self._loaded] + [IoCounts.of(store, None) for store in self._stores]
-        return sum(counts, IoCounts())
+        return sum([*counts, *(IoCounts(times=stage.times) for stage in self._stages)], IoCounts())
 
     def close(self) -> None:
         """End the reading threads."""

@@ -137,6 +137,7 @@ class LayerStage:
 
     def _answer_to(self, message: pa.Buffer) -> pa.Buffer:
         frame = decode_activations(message)
+        self.traffic.positions += len(frame.positions)
         digest = hashlib.blake2b(memoryview(message), digest_size=16).digest()
         if self._answered is not None and self._answered.step == frame.step:
             if self._answered.digest == digest:
@@ -155,6 +156,7 @@ class LayerStage:
 
     def _observe(self, step: int, used: list[tuple[int, npt.NDArray[np.int32]]]) -> Observe:
         def observe(name: str, layer: int, values: npt.NDArray[np.generic]) -> None:
+            self._clock.observed(name)
             if name == "router_ids":
                 used.append((layer, values.astype(np.int32)))
                 if self._recorded is not None:

@@ -15,7 +15,7 @@ class StepTimes:
     stage_s: the stages were at work on a step, which includes attention_s, feed_forward_s (router, projections, shared
     experts, and the routed ones with all that follows), head_s and expert_answer_s, in which a stage stood still for
     an answer of a shard; hop_s: the part of that in which no shard was at work on it, and what sending took. trips:
-    requests to shards; hop_bytes: both ways. shard_s: shards were at work, several at once.
+    requests to shards. shard_s: shards were at work, several at once.
     """
 
     steps: int = 0
@@ -26,7 +26,6 @@ class StepTimes:
     expert_answer_s: float = 0.0
     hop_s: float = 0.0
     trips: int = 0
-    hop_bytes: int = 0
     shard_s: float = 0.0
 
     @classmethod
@@ -36,7 +35,6 @@ class StepTimes:
             expert_answer_s=hops.send_s + hops.wait_s,
             hop_s=hops.send_s + hops.hop_s,
             trips=hops.trips,
-            hop_bytes=hops.sent_bytes + hops.received_bytes,
         )
 
     def __add__(self, other: StepTimes) -> StepTimes:

@@ -64,7 +64,7 @@ def test_requests_are_answered_in_turn(doors: Callable[..., HopDoor], host: str)
     counts = HopCounts()
     link = link_to(address_of(doors(), host), counts)
     assert [ask(link, b"%d" % number) for number in range(3)] == [b"answer to %d" % number for number in range(3)]
-    assert (counts.trips, counts.sent_bytes, counts.received_bytes) == (3, 3, 33)
+    assert counts.trips == 3
     assert 0 <= counts.hop_s <= counts.wait_s
     link.close()
 
