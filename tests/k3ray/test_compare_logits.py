@@ -1,0 +1,191 @@
+"""compare-logits: figures by hand, files of every form, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from k3ray.commands.compare_logits import ToleranceUsage, run
+from k3ray.logits_comparison import LogitsMismatch, compare_logits, rank
+from k3ray.logits_files import LogitsFileFailure, read_logits
+
+Captured = pytest.CaptureFixture[str]
+A = np.array([0.0, 3.0, 1.0, 2.0, -1.0, 0.5], np.float32)
+
+
+def write(path: Path, values: Any) -> str:
+    path.write_bytes(np.asarray(values, "<f4").tobytes())
+    return str(path)
+
+
+def test_figures_by_hand() -> None:
+    b = A.copy()
+    b[3] = 3.5  # the third becomes the first
+    found = compare_logits(A, b)
+    (row,) = found.rows
+    assert (found.max_abs, found.max_rel) == (1.5, 0.5) and row.worst_id == 3
+    assert row.top_ids == (1, 3, 2, 5, 0) and row.ranks == (1, 0, 2, 3, 4)
+    assert (found.same_top, row.top_shared, found.differing, found.bitwise) == (0, 5, 1, False)
+    p, q = (np.exp(values.astype(float)) / np.exp(values.astype(float)).sum() for values in (A, b))
+    assert row.kl_ab == pytest.approx(float((p * np.log(p / q)).sum()), rel=1e-12)
+    assert row.kl_ba == pytest.approx(float((q * np.log(q / p)).sum()), rel=1e-12)
+    assert row.kl_ab != pytest.approx(row.kl_ba, rel=1e-3)
+
+
+def test_two_coins() -> None:
+    """KL of a coin of 1/2 and one of 1/4 : 3/4, known in closed form."""
+    found = compare_logits(np.log(np.array([0.5, 0.5])), np.log(np.array([0.25, 0.75])))
+    assert found.rows[0].kl_ab == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3))
+    assert found.rows[0].kl_ba == pytest.approx(0.25 * np.log(0.5) + 0.75 * np.log(1.5))
+
+
+def test_a_shift_changes_no_probability_and_large_logits_do_not_overflow() -> None:
+    found = compare_logits(A.astype(np.float64) * 1e4, A.astype(np.float64) * 1e4 + 100)
+    assert found.max_abs == 100 and found.max_kl == 0 and found.same_top == 1
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    flat = np.zeros(7, np.float32)
+    assert [rank(flat.astype(np.float64), token_id) for token_id in range(7)] == list(range(7))
+    found = compare_logits(flat, flat)
+    assert found.rows[0].top_ids == found.rows[0].ranks == (0, 1, 2, 3, 4)
+
+
+def test_rows_are_kept_apart() -> None:
+    a = np.stack([A, A * 100, A])
+    b = a.copy()
+    b[2, 0] += 1
+    found = compare_logits(a, b)
+    assert found.max_rel == pytest.approx(1 / 3) and found.worst.row == 2
+    assert found.same_top == 3 and [row.kl_ab > 0 for row in found.rows] == [False, False, True]
+
+
+@given(arrays(np.float32, (2, 9), elements=st.floats(-50, 50, width=32)))
+def test_what_must_hold_for_any_two(pair: Any) -> None:
+    forth, back = compare_logits(pair[0], pair[1]), compare_logits(pair[1], pair[0])
+    assert forth.max_abs == back.max_abs and forth.same_top == back.same_top
+    assert (forth.rows[0].kl_ab, forth.rows[0].kl_ba) == (back.rows[0].kl_ba, back.rows[0].kl_ab)
+    assert sorted(set(forth.rows[0].ranks)) == sorted(forth.rows[0].ranks)
+    itself = compare_logits(pair, pair)
+    assert itself.bitwise and itself.max_abs == itself.max_kl == 0 and itself.same_top == 2
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        (A, A[:-1], r"shape \(6,\), B \(5,\)"),
+        (np.stack([A, A]), A, "not logits of the same positions"),
+        (np.array([1, np.nan]), np.zeros(2), "A has 1 values that are NaN or infinite, the first in row 0 at id 1"),
+        (np.zeros(2), np.array([-np.inf, 0]), "B has 1 values"),
+        (np.zeros((0, 3)), np.zeros((0, 3)), "with something in it"),
+        (np.zeros((1, 1, 3)), np.zeros((1, 1, 3)), r"expected \(vocab,\)"),
+    ],
+)
+def test_what_cannot_be_compared(a: Any, b: Any, words: str) -> None:
+    with pytest.raises(LogitsMismatch, match=words) as refused:
+        compare_logits(a, b)
+    assert refused.value.exit_code == 2
+
+
+def test_files_of_every_form_hold_the_same_logits(tmp_path: Path) -> None:
+    raw = write(tmp_path / "dump.f32", A)
+    np.save(tmp_path / "a.npy", A)
+    np.savez(tmp_path / "one.npz", logits=A)
+    np.savez(tmp_path / "two.npz", first=A, second=A + 1)
+    (tmp_path / "list.json").write_text(json.dumps(A.tolist()))
+    (tmp_path / "named.json").write_text(json.dumps({"logits": [A.tolist()]}))
+    names = [raw, *(str(tmp_path / name) for name in ("a.npy", "one.npz", "two.npz:first", "one.npz:logits"))]
+    for name in names:
+        assert read_logits(name).tobytes() == A.tobytes(), name
+    for name in ("list.json", "named.json"):
+        found = compare_logits(read_logits(str(tmp_path / name)).reshape(-1), A)
+        assert found.max_abs == 0 and not found.bitwise, "JSON's numbers are doubles"
+    assert (read_logits(str(tmp_path / "two.npz:second")) == A + 1).all()
+
+
+def test_files_that_hold_no_logits(tmp_path: Path) -> None:
+    np.savez(tmp_path / "two.npz", first=A, second=A)
+    np.save(tmp_path / "whole.npy", np.arange(3))
+    for name, contents in (
+        ("odd.f32", b"12345"), ("empty.f32", b""), ("text.json", b"{"), ("damaged.npz", b"PK no archive"),
+        ("run.json", b'{"generated_ids": [1]}'), ("ragged.json", b"[[1, 2], [3]]"), ("words.json", b'["a"]'),
+    ):  # fmt: skip
+        (tmp_path / name).write_bytes(contents)
+    for name, words in {
+        "absent.f32": "no such file",
+        "odd.f32": "found 5 bytes",
+        "empty.f32": "found 0 bytes",
+        "two.npz": r"2 arrays and which of them is not said.*two\.npz:NAME with one of first, second",
+        "two.npz:third": "none is named 'third'",
+        "whole.npy": "found int64",
+        "text.json": "not JSON",
+        "damaged.npz": "cannot be read",
+        "run.json": "the report of a run.*--dump-logits",
+        "ragged.json": "of one length",
+        "words.json": "expected numbers",
+    }.items():
+        with pytest.raises(LogitsFileFailure, match=words) as refused:
+            read_logits(str(tmp_path / name))
+        assert refused.value.exit_code == 2
+
+
+def ended(a: str, b: str, **options: Any) -> int:
+    settings: dict[str, Any] = {"tolerance": None, "max_kl": None, "as_json": False, **options}
+    try:
+        run(a, b, **settings)
+    except typer.Exit as ending:
+        return ending.exit_code
+    return 0
+
+
+def test_exit_codes_and_what_is_said(tmp_path: Path, capsys: Captured) -> None:
+    a, same = write(tmp_path / "a", A), write(tmp_path / "same", A)
+    b = write(tmp_path / "b", A + np.array([0, 0, 0.001, 0, 0, 0]))
+    assert ended(a, same) == 0
+    assert "equal in every bit" in capsys.readouterr().out
+    assert ended(a, b) == 1, "without a tolerance only equal bits will do"
+    printed = capsys.readouterr()
+    assert "no tolerance was given" in printed.err and "1 of 6 values differ" in printed.out
+    assert "1 of 1 rows choose the same id" in printed.out and "1 -> 1, 3 -> 2" in printed.out
+    assert ended(a, b, tolerance=2e-3) == 0
+    assert ended(a, b, tolerance=9e-4) == 1
+    assert "over --tolerance 0.0009" in capsys.readouterr().err
+    assert ended(a, b, max_kl=1e-3) == 0
+    assert ended(a, b, tolerance=1.0, max_kl=1e-12) == 1
+    assert "over --max-kl" in capsys.readouterr().err
+    for bad in ({"tolerance": -1.0}, {"tolerance": float("nan")}, {"max_kl": float("inf")}):
+        with pytest.raises(ToleranceUsage):
+            ended(a, b, **bad)
+
+
+def test_zeros_of_either_sign_are_equal_in_value_not_in_bits(tmp_path: Path, capsys: Captured) -> None:
+    a, b = write(tmp_path / "a", [0.0, 1.0]), write(tmp_path / "b", [-0.0, 1.0])
+    assert ended(a, b) == 1 and ended(a, b, tolerance=0.0) == 0
+    assert "equal in value, not in bits" in capsys.readouterr().out
+
+
+def test_json_has_everything(tmp_path: Path, capsys: Captured) -> None:
+    a, b = write(tmp_path / "a", A), write(tmp_path / "b", A[::-1])
+    assert ended(a, b, tolerance=0.5, as_json=True) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert not record["passed"] and len(record["complaints"]) == 1
+    assert record["shape"] == [6] and record["rows"][0]["top_ids"] == [1, 3, 2, 5, 0] and record["same_top"] == 0
+
+
+def test_the_goldens_own_rows(k3b_dir: Path, capsys: Captured) -> None:
+    """Greedy logits of the recorded archive: its first row is the prompt's last one."""
+    archive = k3b_dir / "golden.npz"
+    assert ended(f"{archive}:p0_greedy_logits", f"{archive}:p0_greedy_logits") == 0
+    assert "(32, 512): equal in every bit" in capsys.readouterr().out
+    with np.load(archive) as arrays_of:
+        found = compare_logits(arrays_of["p0_greedy_logits"], arrays_of["p1_greedy_logits"])
+        assert [row.top_ids[0] for row in found.rows] == arrays_of["p0_greedy"].tolist()
+    assert found.same_top < 32 and found.max_kl > 0.1
