@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -141,19 +141,10 @@ def on_ray(name: str, plan: Plan, runtime: RayRuntime) -> Iterator[Subject]:
 
 
 def per_token(measured: list[Measured]) -> dict[str, float]:
-    """Milliseconds a token by part: the parts of the stages' time, and what lies outside of them."""
+    """Milliseconds a token by part; see StepTimes.parts."""
     tokens = sum(len(one.steps) for one in measured)
     whole = sum(sum(one.steps) for one in measured)
-    sums = {part.name: sum(getattr(one.times, part.name) for one in measured) for part in fields(StepTimes)}
-    parts = {
-        "attention": sums["attention_s"],
-        "feed forward": sums["feed_forward_s"] - sums["expert_answer_s"],
-        "waiting for experts": sums["expert_answer_s"] - sums["hop_s"],
-        "hops": sums["hop_s"],
-        "head": sums["head_s"],
-        "rest of stages": sums["stage_s"] - sums["attention_s"] - sums["feed_forward_s"] - sums["head_s"],
-        "driver and calls": whole - sums["stage_s"],
-    }
+    parts = sum((one.times for one in measured), StepTimes()).parts(whole)
     return {name: seconds / tokens * 1e3 for name, seconds in parts.items()}
 
 
@@ -163,7 +154,7 @@ def records_of(runs: list[list[Measured]], threads: int, load: float) -> list[di
     for place, first in enumerate(runs[0]):
         mine = [of_round[place] for of_round in runs]
         ratios = [median(of_round[place].steps) / median(of_round[0].steps) for of_round in runs]
-        parts = {f"{name.replace(' ', '_')}_ms": round(value, 3) for name, value in per_token(mine).items()}
+        parts = {f"{name}_ms": round(value, 3) for name, value in per_token(mine).items()}
         step = median(step for one in mine for step in one.steps)
         row = {"load": round(load, 2), "threads": threads, "run": first.name, "ms_per_token": round(step * 1e3, 3)}
         ratio = {"ratio": round(median(ratios), 4), "ratio_least": round(min(ratios), 4)}

@@ -37,6 +37,23 @@ class StepTimes:
             trips=hops.trips,
         )
 
+    def parts(self, wall_s: float) -> dict[str, float]:
+        """Return the seconds of wall_s, in which these steps were made one after the other, by what they went on.
+
+        feed forward: without waiting for shards. experts: waiting while shards were at work. other: in the stages,
+        mixing and messages. driver: outside of the stages, which is the calls between driver and stages; 0 where the
+        stages' time is more than the wall clock's, as in a long prompt, where several are at work at once.
+        """
+        return {
+            "attention": self.attention_s,
+            "feed_forward": max(0.0, self.feed_forward_s - self.expert_answer_s),
+            "experts": max(0.0, self.expert_answer_s - self.hop_s),
+            "hops": self.hop_s,
+            "head": self.head_s,
+            "other": max(0.0, self.stage_s - self.attention_s - self.feed_forward_s - self.head_s),
+            "driver": max(0.0, wall_s - self.stage_s),
+        }
+
     def __add__(self, other: StepTimes) -> StepTimes:
         return StepTimes(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 

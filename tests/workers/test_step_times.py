@@ -47,6 +47,17 @@ def test_times_are_added_and_taken_away() -> None:
     assert (one + two) - two == one and one + StepTimes() == one
 
 
+def test_parts_sum_up_to_the_wall_clock() -> None:
+    times = StepTimes(2, 10.0, 2.0, 6.0, 0.5, expert_answer_s=4.0, hop_s=1.0, trips=7, shard_s=5.0)
+    parts = times.parts(12.0)
+    assert parts == {
+        **{"attention": 2.0, "feed_forward": 2.0, "experts": 3.0, "hops": 1.0},
+        **{"head": 0.5, "other": 1.5, "driver": 2.0},
+    }
+    assert sum(parts.values()) == 12.0
+    assert times.parts(5.0)["driver"] == 0.0
+
+
 def test_a_real_run_counts_every_stage(k3b_dir: Path) -> None:
     spec = CheckpointSpec(k3b_dir, None, 9)
     chain = start_in_process([StageSpec(spec, 0, 4, 1, ()), StageSpec(spec, 4, 9, 1, ())], [])
