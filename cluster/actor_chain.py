@@ -91,6 +91,10 @@ class ActorChain:
                 self.reports[part] = self.result(ref)
                 loaded(part)
 
+    def loaded_reports(self) -> list[tuple[ActorId, ProcessReport]]:
+        """Return what each actor's load has answered."""
+        return [(actor, self.reports[self.part_of(actor)]) for actor in all_actors(self)]
+
     def open_sequence(self, session: int, capacity: int) -> None:
         """Begin an empty sequence in every stage."""
         self._on_every_stage([stage.open_sequence.remote(session, capacity) for stage in self._stages])

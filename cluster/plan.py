@@ -26,6 +26,11 @@ class Plan:
     shards: tuple[ShardSpec, ...]
 
     @property
+    def actors(self) -> tuple[StageSpec | ShardSpec, ...]:
+        """All of them, the stages first."""
+        return (*self.stages, *self.shards)
+
+    @property
     def num_processes(self) -> int:
         """How many actors the plan starts."""
         return len(self.stages) + len(self.shards)

@@ -20,9 +20,11 @@ from k3ray.environment import read_environment
 from k3ray.memory import MemoryWish, choose_tape
 from k3ray.model import Model
 from k3ray.model_source import find_model
+from k3ray.placing import cluster_wish
 from k3ray.report import Generation, Settings
+from k3ray.starting import RunRequest
 from k3ray.transcript import Token
-from k3ray.workers.loading import CheckpointSpec, open_checkpoint
+from k3ray.workers.loading import CheckpointSpec, open_what_is_here
 from k3ray.workers.model.config import read_config
 
 __all__ = ["Generation", "Model", "Settings", "Token", "open_model"]
@@ -35,8 +37,8 @@ def open_model(
     *,
     config: Path | str | None = None,
     layers: int | None = None,
-    stages: int = 1,
-    expert_shards: int = 0,
+    stages: int | None = None,
+    expert_shards: int | None = None,
     threads: int | None = None,
     tok: Path | str | None = None,
     tape: Path | str | None = None,
@@ -46,6 +48,8 @@ def open_model(
     trunk_gb: str | float | None = None,
     cache_gb: str | float | None = None,
     wishes: Wishes | None = None,
+    plan: Path | str | None = None,
+    roots: Path | str | None = None,
     context: int | None = None,
     snapshot_every: int = 64,
     max_recoveries: int = 3,
@@ -54,14 +58,19 @@ def open_model(
     """Check a checkpoint and plan its processes; nothing is started before the first token is asked for.
 
     model_dir: the checkpoint's folder; default K3_MODEL_DIR, else the embedded model. config: a config.json elsewhere.
-    layers: run only the first so many layers. stages: processes that share the layers. expert_shards: processes that
-    hold the routed experts (0: the stages hold them). threads: of all processes together; default OMP_NUM_THREADS,
-    else the physical cores that this process may use. tok: the vocabulary.
+    layers: run only the first so many layers. stages: processes that share the layers (default 1, in a cluster one a
+    node). expert_shards: processes that hold the routed experts (0: the stages hold them, the default on one host; in
+    a cluster one a node). threads: of all processes of this host together; default OMP_NUM_THREADS, else the physical
+    cores that this process may use. tok: the vocabulary.
 
     tape: what `k3ray pack` wrote, to stream the trunk from. mirror: folders with copies of the checkpoint, for an
     expert that the first cannot give. memory (like "24G", of all processes of this host) or preset, trunk_gb and
     cache_gb divide the memory; with none of them everything is resident if it fits, else as much as there is.
     wishes: the same, merged already. context: positions to plan for; default those of the first generation.
+
+    plan: what `k3ray plan --out` wrote: who gets what on which node. roots: a TOML file with the folders of model and
+    tape by node. Without a plan one is made when the Ray cluster that is joined has several nodes; memory is then each
+    node's.
     snapshot_every: steps between snapshots of the state, from which a lost stage goes on (0: none are taken).
     max_recoveries: how often the run may replace actors that died. say: hears one line about each thing done.
 
@@ -81,11 +90,18 @@ def open_model(
     if threads is None:
         threads = environment.threads or default_threads()
     recovery = RecoverySettings(snapshot_every, max_recoveries)
-    settings = Settings(stages, expert_shards, threads, num_layers)
-    plan = make_plan(spec, stages, expert_shards, settings.threads, physical_cores())
-    checkpoint = open_checkpoint(spec)
-    choice = choose_tape(checkpoint, Path(tape), say) if tape is not None else None
-    return Model(source, checkpoint, plan, settings, MemoryWish(choice, wishes, context), recovery, environment, say)
+    settings = Settings(stages or 1, expert_shards or 0, threads, num_layers)
+    one_host = make_plan(spec, 1 if stages is None else stages, expert_shards or 0, threads, physical_cores())
+    checkpoint = open_what_is_here(spec)
+    folders = (source.model_dir, *spec.mirrors)
+    cluster = cluster_wish(
+        checkpoint.config, folders, _path(tape), stages, expert_shards, wishes, _path(plan), _path(roots)
+    )
+    choice = choose_tape(checkpoint, Path(tape), say) if tape is not None and not checkpoint.partial else None
+    memory_wish = MemoryWish(choice, wishes, context)
+    address = environment.ray_address
+    request = RunRequest(spec, checkpoint, one_host, memory_wish, cluster, recovery, threads, address)
+    return Model(source, request, settings, say)
 
 
 def _path(path: Path | str | None) -> Path | None:

@@ -7,12 +7,8 @@ from typing import Annotated
 
 import typer
 
-from k3ray.cli_options import Json, Memory, ModelDir, Preset, Tape, whole_number, wishes_of
+from k3ray.cli_options import Json, Memory, ModelDir, Preset, Roots, Tape, whole_number, wishes_of
 
-Roots = Annotated[
-    Path | None,
-    typer.Option(help="A TOML file: which folders of which node hold model and tape.", show_default=False),
-]
 Measure = Annotated[bool, typer.Option("--measure", help="Measure memory and disks of every node now.")]
 
 

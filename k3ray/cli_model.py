@@ -10,12 +10,13 @@ import typer
 from k3ray.cli_options import (
     CacheGb,
     Config,
-    ExpertShards,
+    ExpertShardsWish,
     Json,
     Memory,
     ModelDir,
     Preset,
-    Stages,
+    Roots,
+    StagesWish,
     Tape,
     TrunkGb,
     whole_number,
@@ -43,8 +44,8 @@ def generate(
         int | None,
         typer.Option(parser=whole_number, metavar="N", help="Run only the first so many layers.", show_default=False),
     ] = None,
-    stages: Stages = 1,
-    expert_shards: ExpertShards = 0,
+    stages: StagesWish = None,
+    expert_shards: ExpertShardsWish = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -90,6 +91,11 @@ def generate(
     max_recoveries: Annotated[
         int, typer.Option(parser=whole_number, metavar="N", help="How often processes that died may be replaced.")
     ] = 3,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Who gets what on which node: what k3ray plan --out wrote.", show_default=False),
+    ] = None,
+    roots: Roots = None,
     list_presets: Annotated[
         bool, typer.Option("--list-presets", help="Show the presets with their arithmetic, and run nothing.")
     ] = False,
@@ -98,7 +104,7 @@ def generate(
     if list_presets:
         from k3ray.commands.budget import run as run_budget
 
-        run_budget(model_dir, wishes_of(context), stages, expert_shards, gen, tape, as_json=False)
+        run_budget(model_dir, wishes_of(context), stages or 1, expert_shards or 0, gen, tape, as_json=False)
         return
     from k3ray.commands.generate import GenerateRequest, run
 
@@ -106,7 +112,7 @@ def generate(
         GenerateRequest(
             model_dir, prompt, prompt_file, ids, gen, tok, config, layers, stages, expert_shards, threads,
             incremental, ignore_eos, out, dump_logits, dump_cache_trace, tape, tuple(mirror or ()), wishes_of(context),
-            load_state, save_state, snapshot_every, max_recoveries,
+            load_state, save_state, snapshot_every, max_recoveries, plan, roots,
         )
     )  # fmt: skip
 

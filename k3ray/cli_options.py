@@ -43,6 +43,28 @@ ExpertShards = Annotated[
         parser=whole_number, metavar="N", help="Processes that hold the routed experts; 0: the stages hold them."
     ),
 ]
+StagesWish = Annotated[
+    int | None,
+    typer.Option(
+        parser=whole_number,
+        metavar="N",
+        help="Processes that share the layers. Default: 1; in a cluster one each node.",
+        show_default=False,
+    ),
+]
+ExpertShardsWish = Annotated[
+    int | None,
+    typer.Option(
+        parser=whole_number,
+        metavar="N",
+        help="Processes that hold the routed experts; 0: the stages hold them. Default: 0; in a cluster one each node.",
+        show_default=False,
+    ),
+]
+Roots = Annotated[
+    Path | None,
+    typer.Option(help="A TOML file: which folders of which node hold model and tape.", show_default=False),
+]
 Memory = Annotated[
     str | None, typer.Option(callback=note_wish, help="Memory of all processes here, like 24G.", show_default=False)
 ]

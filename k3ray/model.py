@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -10,30 +9,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from k3ray.cluster.actor_calls import ActorId
-from k3ray.cluster.actor_chain import ActorChain
 from k3ray.cluster.budget_plan import BudgetPlan
 from k3ray.cluster.devices import device_name
-from k3ray.cluster.plan import Plan
-from k3ray.cluster.processes import ProcessMemory
-from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
-from k3ray.cluster.recovering_chain import RecoveringChain
-from k3ray.cluster.recovery_plan import RecoverySettings
+from k3ray.cluster.placed_budget import PlacedBudget
 from k3ray.continuation import Continuation
 from k3ray.driver import Driver
-from k3ray.environment import Environment
 from k3ray.generation import generate
-from k3ray.memory import MemoryWish, plan_memory
 from k3ray.model_source import ModelSource
 from k3ray.prompt import check_gen, choose_prompt
 from k3ray.report import Generation, Settings
+from k3ray.starting import Run, RunRequest, start_run
 from k3ray.tokenizer import Tokenizer, load_tokenizer
 from k3ray.transcript import Token, Transcript, decoded
-from k3ray.workers.actors import ProcessReport, versions
+from k3ray.workers.actors import versions
 from k3ray.workers.cache.trace import ExpertRequest
 from k3ray.workers.failure import Failure
 from k3ray.workers.io_counts import IoCounts
-from k3ray.workers.loading import Checkpoint
 from k3ray.workers.model.config import ModelConfig
 
 Say = Callable[[str], None]
@@ -51,35 +42,27 @@ class Model:
     def __init__(
         self,
         source: ModelSource,
-        checkpoint: Checkpoint,
-        plan: Plan,
+        request: RunRequest,
         settings: Settings,
-        memory: MemoryWish,
-        recovery: RecoverySettings,
-        environment: Environment,
         say: Say,
     ) -> None:
         self.source = source
-        self.plan = plan
+        self.plan = request.plan  # what runs, since start()
         self.settings = settings
-        self._checkpoint = checkpoint
-        self._wish = memory
-        self._recovery = recovery
-        self.budget: BudgetPlan | None = None  # since start()
+        self._request = request
+        self._checkpoint = request.checkpoint
+        self.budget: BudgetPlan | PlacedBudget | None = None  # since start()
         self._positions = 0  # what the budget was made for
-        self._environment = environment
         self._say = say
         self._running = ExitStack()
         self._driver: Driver | None = None
-        self._memory: ProcessMemory | None = None
-        self._chain: RecoveringChain | None = None
+        self._run: Run | None = None
         self._recovered = 0  # recoveries before the last generation began
-        self._ray = ""
         self.partial: Generation | None = None  # what a generation that failed had given before
         self.saved = ""  # what the last generation's save_state did, in a line
         self.tokenizer: Tokenizer | None = None
         if source.tokenizer is not None:
-            self.tokenizer = load_tokenizer(source.tokenizer, checkpoint.config.vocab_size)
+            self.tokenizer = load_tokenizer(source.tokenizer, self.config.vocab_size)
 
     @property
     def config(self) -> ModelConfig:
@@ -116,19 +99,17 @@ class Model:
                     "with context= of the longest, or close it first"
                 )
             return
-        self._positions = max(context, self._wish.context or 0)
-        own_ray = self._environment.ray_address is None
-        self.plan, self.budget = plan_memory(self._checkpoint, self.plan, self._wish, self._positions, own_ray)
-        self._say(self.budget.describe())
+        self._positions = max(context, self._request.memory.context or 0)
         try:
-            self._start()
+            self._run = start_run(self._request, self._positions, self._running, self._say)
         except BaseException:
             self.close()
             raise
+        self.plan, self.budget, self._driver = self._run.plan, self._run.budget, Driver(self._run.chain)
 
     def close(self) -> None:
         """End the actors, and Ray when this model started it; the model can be started again."""
-        self._driver = self._chain = self._memory = None
+        self._driver = self._run = None
         self._running.close()
 
     def stream(
@@ -179,16 +160,17 @@ class Model:
         self.partial, self.saved = None, ""
         state.check_room(len(transcript.prompt_ids) + gen)
         self.start(len(transcript.prompt_ids) + gen)
-        assert self._chain is not None and self._driver is not None
-        self._recovered = len(self._chain.recoveries)
-        before = self._chain.counts()
+        assert self._run is not None and self._driver is not None
+        chain = self._run.chain
+        self._recovered = len(chain.recoveries)
+        before = chain.counts()
         with state.begin(self._driver, transcript.prompt_ids, gen, incremental) as sequence:
             try:
                 steps = sequence.steps(gen, () if ignore_eos else self.end_ids())
                 for token in decoded(steps, gen, self.tokenizer):
                     transcript.add(token)
                     on_token(token)
-                damaged, io = self._chain.damaged_met(), self._chain.counts() - before
+                damaged, io = chain.damaged_met(), chain.counts() - before
                 state.save(self._driver, sequence)
                 self.saved = state.saved
             except (Failure, KeyboardInterrupt) as error:
@@ -204,39 +186,19 @@ class Model:
     def record_routing(self, context: int = 1) -> None:
         """Start, and keep from now on which experts every token chooses."""
         self.start(context)
-        assert self._chain is not None
-        self._chain.record_routing()
+        assert self._run is not None
+        self._run.chain.record_routing()
 
     def recorded_routing(self) -> list[ExpertRequest]:
         """Return the requests since record_routing, pass by pass, within a pass layer by layer, then by token."""
-        assert self._chain is not None
-        kept = self._chain.recorded_routing()
+        assert self._run is not None
+        kept = self._run.chain.recorded_routing()
         return [ExpertRequest(layer, tuple(row)) for _, layer, ids in kept for row in ids.tolist()]
 
     def end_ids(self) -> frozenset[int]:
         """Return the ids that end a message: the config's, and the vocabulary's [EOS] where there is one."""
         config_ids = frozenset(self.config.eos_token_id)
         return config_ids if self.tokenizer is None else self.tokenizer.end_ids(self.config.eos_token_id)
-
-    def _start(self) -> None:
-        runtime = self._running.enter_context(
-            ray_runtime(RaySettings(self._environment.ray_address, workers=self.plan.num_processes))
-        )
-        self._ray = runtime.describe()
-        self._say(self._ray)
-        memory = self._running.enter_context(ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}))
-        actors = ActorChain(self.plan, runtime.actor_options)
-        self._running.callback(actors.stop)
-        actors.load(loaded=lambda part: self._say(f"loaded: {part}"))
-        for part, report in actors.reports.items():
-            memory.watch(report.pid, part)
-
-        def replaced(actor: ActorId, report: ProcessReport) -> None:
-            memory.watch(report.pid, actors.part_of(actor))
-            self._say(f"lost and loaded again: {actors.part_of(actor)}")
-
-        chain = RecoveringChain(actors, self._recovery, replaced)
-        self._memory, self._chain, self._driver = memory, chain, Driver(chain)
 
     def _report(
         self,
@@ -246,28 +208,32 @@ class Model:
         damaged: list[tuple[int, int]],
         io: IoCounts | None,
     ) -> Generation:
-        assert self._memory is not None and self.budget is not None and self._chain is not None
-        self._memory.sample()
-        peak = self._memory.peak
+        run = self._run
+        assert run is not None and self.budget is not None
+        run.memory.sample()
+        nodes, messages = run.node_reports(), run.message_report(io.messages) if io is not None else None
+        tape = self._request.memory.tape
         return Generation(
             model=str(self.source.model_dir),
-            ray=self._ray,
+            ray=run.runtime.describe(),
             prompt_ids=transcript.prompt_ids,
             generated_ids=transcript.ids,
             text=self.tokenizer.decode(transcript.ids) if self.tokenizer is not None else None,
             stop_reason=stop_reason,
             layers=self.config.num_hidden_layers,
             step_seconds=transcript.seconds,
-            settings={**asdict(self.settings), **asked},
+            settings={**asdict(run.settings(self.settings)), **asked},
             versions=versions(),
-            peak_memory_bytes=peak.total_bytes,
-            peak_memory_by_process=dict(peak.role_bytes),
+            peak_memory_bytes=sum(node.measured_bytes for node in nodes) or run.memory.peak_bytes,
+            peak_memory_by_process=run.peaks(),
             planned_memory_bytes=self.budget.total_bytes,
             planned_memory=self.budget.parts(),
             io=io,
-            trunk_device=device_name(self._wish.tape.folder if self._wish.tape is not None else self.source.model_dir),
+            trunk_device=device_name(tape.folder if tape is not None else self.source.model_dir),
             expert_device=device_name(self.source.model_dir),
             damaged_experts=damaged,
-            recoveries=list(self._chain.recoveries[self._recovered :]),
+            recoveries=list(run.chain.recoveries[self._recovered :]),
+            nodes=list(nodes),
+            messages=messages,
             first_logits=transcript.first_logits,
         )

@@ -42,24 +42,29 @@ def find_nodes(
     roots = RootsMap((), here) if roots_file is None else read_roots(roots_file, here)
     address = chosen_address(environment.ray_address)
     if address is None:
-        facts, described = [_look_here(roots, roots_file, environment, measure)], "this machine; no cluster is joined"
+        facts, described = (
+            [look_here(roots, roots_file, environment.threads, measure)],
+            "this machine; no cluster is joined",
+        )
     else:
         with ray_runtime(RaySettings(address)) as runtime:
-            facts = survey(roots, environment.threads, measure, refuse_unknown=_refusal(roots_file))
+            facts = survey(roots, environment.threads, measure, refuse_unknown=refusal(roots_file))
             described = runtime.describe()
     return Nodes(tuple(compare_nodes(facts, versions())), described)
 
 
-def _look_here(roots: RootsMap, path: Path | None, environment: Environment, measure: bool) -> NodeFacts:
-    """This machine, by its host name."""
+def look_here(roots: RootsMap, path: Path | None, threads: int | None, measure: bool) -> NodeFacts:
+    """This machine, by its host name; raises TomlFailure for a roots file that names others."""
     name = socket.gethostname()
     unknown = roots.unknown({name})
     if unknown:
-        raise _refusal(path)(unknown)
-    return look(Inquiry("local", name, "", roots.of(name, ""), True, environment.threads, measure))
+        raise refusal(path)(unknown)
+    return look(Inquiry("local", name, "", roots.of(name, ""), True, threads, measure))
 
 
-def _refusal(path: Path | None) -> Callable[[list[str]], TomlFailure]:
+def refusal(path: Path | None) -> Callable[[list[str]], TomlFailure]:
+    """What makes the failure for names in the roots file that no node has."""
+
     def refuse(names: list[str]) -> TomlFailure:
         expected = "names or addresses of nodes, as `k3ray nodes` shows them"
         return TomlFailure(path or Path("roots"), "node", ", ".join(names), expected)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from k3ray.cluster.recovery_plan import Recovery
+from k3ray.cluster_report import MessageReport, NodeReport
 from k3ray.workers.io_counts import IoCounts
 
 
@@ -39,7 +40,8 @@ class Generation:
     measured, all processes, PSS; planned_memory: what was planned before, by part. io: what was read for this
     generation, counted at the readers; None when it failed. *_device: the block devices they are on.
     damaged_experts: (layer, expert) of experts with a NaN scale byte that were used. recoveries: what was lost and
-    replaced meanwhile. first_logits: (vocab,) f32.
+    replaced meanwhile. nodes: of a cluster, empty on one host. messages: between the actors; None when it failed.
+    first_logits: (vocab,) f32.
     """
 
     model: str
@@ -61,6 +63,8 @@ class Generation:
     expert_device: str
     damaged_experts: list[tuple[int, int]]
     recoveries: list[Recovery]
+    nodes: list[NodeReport]
+    messages: MessageReport | None
     first_logits: npt.NDArray[np.float32]
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.cache.circle import CirclePolicy
 from k3ray.workers.checkpoint.binding import Binding, bind
-from k3ray.workers.checkpoint.index import open_index, open_part
+from k3ray.workers.checkpoint.index import CheckpointError, open_index, open_names, open_part
 from k3ray.workers.checkpoint.part_binding import ModelPart, bind_part
 from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.expert_fanout import RemoteExperts, ShardLink
@@ -33,6 +33,7 @@ from k3ray.workers.tape.tape import open_tape
 __all__ = [
     "Checkpoint", "CheckpointSpec", "LoadedSlice", "ShardSpec", "StageSpec", "TapeSpec", "load_shard", "load_slice",
     "load_stage", "open_checkpoint",
+    "open_what_is_here",
 ]  # fmt: skip
 
 
@@ -89,6 +90,24 @@ def open_checkpoint(spec: CheckpointSpec, part: ModelPart | None = None) -> Chec
         return Checkpoint(truncated, binding, TensorReader(*indices), others, partial=True)
     (binding, reader), *mirrors = (_bound(config, folder) for folder in folders)
     return Checkpoint(truncated, binding, reader, tuple(mirrors))
+
+
+def open_what_is_here(spec: CheckpointSpec) -> Checkpoint:
+    """The checkpoint as this host has it: whole and bound, else the part that is here, with nothing bound of it.
+
+    Raises CheckpointError where a folder has not even the index file, which names the tensors.
+    """
+    try:
+        return open_checkpoint(spec)
+    except CheckpointError:
+        pass
+    config = _config(spec)
+    try:
+        index = open_part(spec.model_dir)
+    except CheckpointError:
+        index = open_names(spec.model_dir)
+    binding = bind_part(config, [index], ModelPart())
+    return Checkpoint(config.truncated(spec.num_layers), binding, TensorReader(index), (), partial=True)
 
 
 def load_slice(spec: StageSpec, shards: Sequence[ShardLink]) -> LoadedSlice:

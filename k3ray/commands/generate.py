@@ -12,6 +12,7 @@ import typer
 
 from k3ray.api import Token, open_model
 from k3ray.cluster.wishes import merge_wishes
+from k3ray.cluster_report import report_lines
 from k3ray.commands.terminal import say
 from k3ray.files import check_writable, make_folder, write_file
 from k3ray.prompt import check_gen, parse_ids
@@ -35,8 +36,8 @@ class GenerateRequest:
     tok: Path | None
     config: Path | None
     layers: int | None
-    stages: int
-    expert_shards: int
+    stages: int | None
+    expert_shards: int | None
     threads: int | None
     incremental: bool
     ignore_eos: bool
@@ -50,6 +51,8 @@ class GenerateRequest:
     save_state: Path | None
     snapshot_every: int
     max_recoveries: int
+    plan: Path | None
+    roots: Path | None
 
 
 def run(request: GenerateRequest) -> None:
@@ -74,6 +77,8 @@ def run(request: GenerateRequest) -> None:
         wishes=merge_wishes(request.wishes),
         snapshot_every=request.snapshot_every,
         max_recoveries=request.max_recoveries,
+        plan=request.plan,
+        roots=request.roots,
         say=say,
     )
     ids = parse_ids(request.ids) if request.ids is not None else None
@@ -144,5 +149,7 @@ def _write(request: GenerateRequest, generation: Generation, saved: str) -> None
         say(saved)
     for recovery in generation.recoveries:
         say(recovery.describe())
+    for line in report_lines(tuple(generation.nodes), generation.messages):
+        say(line)
     say(generation.disk_line())
     say(generation.summary())

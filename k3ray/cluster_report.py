@@ -1,0 +1,117 @@
+"""What a run did on its nodes, as records: bytes planned and measured on each, and what went between the actors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from k3ray.cluster.budget_plan import gigabytes
+from k3ray.cluster.placement import ActorPlacement, Placement
+from k3ray.workers.message_counts import ARROW, DRIVER, NEXT, MessageCounts
+
+
+@dataclass(frozen=True, slots=True)
+class ActorReport:
+    """One actor. measured_bytes: the most that its process held (PSS), None where it could not say. layers: first..stop
+    of a stage. numa: the memory node.
+    """
+
+    part: str
+    planned_bytes: int
+    measured_bytes: int | None
+    threads: int
+    cores: tuple[int, ...]
+    numa: int | None
+    layers: tuple[int, int] | None
+    experts_owned: int
+    expert_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One node. measured_bytes: of all our processes there, by PSS: at one moment on the command's node, elsewhere the
+    sum of what each actor held at most, without Ray's own processes.
+    """
+
+    name: str
+    node_id: str
+    address: str
+    planned_bytes: int
+    measured_bytes: int
+    actors: tuple[ActorReport, ...]
+
+    def describe(self) -> str:
+        """One line."""
+        return f"{self.name}: {gigabytes(self.planned_bytes)} planned, {gigabytes(self.measured_bytes)} measured"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReport:
+    """Bytes of all messages between actors, and with the driver. between_nodes_bytes: of them, those that left a node.
+
+    positions: of the steps, over the prompt and what was generated. ways: by sender and receiver.
+    """
+
+    positions: int
+    total_bytes: int
+    between_nodes_bytes: int
+    ways: Mapping[str, int]
+
+    @property
+    def between_nodes_per_position(self) -> int:
+        """What a position of a sequence sends over the network."""
+        return self.between_nodes_bytes // max(1, self.positions)
+
+    def describe(self) -> str:
+        """One line."""
+        each = max(1, self.positions)
+        return (
+            f"messages: {self.total_bytes // each:,} bytes a position, of which {self.between_nodes_per_position:,} "
+            "between nodes"
+        )
+
+
+def node_reports(
+    placement: Placement, driver_node: str, here_bytes: int, peaks: Mapping[str, int]
+) -> tuple[NodeReport, ...]:
+    """The nodes of a placement. driver_node: its name; here_bytes: measured there; peaks: of actors, by their part."""
+    found = []
+    for number, node in enumerate(placement.nodes):
+        actors = tuple(_actor(actor, peaks) for actor in placement.actors_of(number))
+        measured = here_bytes if node.name == driver_node else sum(actor.measured_bytes or 0 for actor in actors)
+        found.append(
+            NodeReport(node.name, node.node_id, node.address, placement.node_bytes(number), measured, actors)
+        )  # fmt: skip
+    return tuple(found)
+
+
+def message_report(counts: MessageCounts, node_of: Mapping[str, str], stages: list[str], driver: str) -> MessageReport:
+    """The messages of a run. node_of: the node of every part; stages: their parts, in order; driver: its node."""
+    following = dict(pairwise(stages))
+    ways: dict[str, int] = {}
+    between = 0
+    for way, nbytes in counts.way_bytes.items():
+        sender, _, receiver = way.partition(ARROW)
+        if receiver == NEXT:
+            receiver = following[sender]
+        ends = [driver if end == DRIVER else node_of[end] for end in (sender, receiver)]
+        between += nbytes if ends[0] != ends[1] else 0
+        ways[f"{sender}{ARROW}{receiver}"] = nbytes
+    return MessageReport(counts.positions, counts.total_bytes, between, ways)
+
+
+def report_lines(nodes: tuple[NodeReport, ...], messages: MessageReport | None) -> Iterator[str]:
+    """What the terminal is told of a run on several nodes."""
+    if len(nodes) > 1:
+        yield from (node.describe() for node in nodes)
+        if messages is not None:
+            yield messages.describe()
+
+
+def _actor(actor: ActorPlacement, peaks: Mapping[str, int]) -> ActorReport:
+    budget = actor.budget
+    return ActorReport(
+        budget.name, budget.total_bytes, peaks.get(budget.name), actor.threads, actor.cores, actor.numa,
+        (actor.first, actor.stop) if actor.stop else None, budget.owned_experts, budget.cache_slots,
+    )  # fmt: skip

@@ -1,0 +1,149 @@
+"""Starting a run: memory planned, Ray joined or started, the actors started and loaded, on one host or on several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from k3ray.cluster.actor_calls import ActorId
+from k3ray.cluster.actor_chain import ActorChain
+from k3ray.cluster.budget_plan import BudgetPlan
+from k3ray.cluster.placed_budget import PlacedBudget
+from k3ray.cluster.plan import Plan
+from k3ray.cluster.processes import ProcessMemory
+from k3ray.cluster.ray_join import chosen_address
+from k3ray.cluster.ray_runtime import RayRuntime, RaySettings, ray_runtime
+from k3ray.cluster.recovering_chain import RecoveringChain
+from k3ray.cluster.recovery_plan import RecoverySettings
+from k3ray.cluster_report import MessageReport, NodeReport, message_report, node_reports
+from k3ray.memory import MemoryWish, plan_memory
+from k3ray.placing import ClusterWish, Placed, place_run
+from k3ray.report import Settings
+from k3ray.workers.actors import ProcessReport
+from k3ray.workers.loading import Checkpoint, CheckpointSpec, open_checkpoint
+from k3ray.workers.message_counts import MessageCounts
+from k3ray.workers.specs import ShardSpec, StageSpec, part_name
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """What is to be started. plan: for one host. spec: the model as the command's host has it.
+
+    threads: of the node that the command runs on. address: of RAY_ADDRESS.
+    """
+
+    spec: CheckpointSpec
+    checkpoint: Checkpoint
+    plan: Plan
+    memory: MemoryWish
+    cluster: ClusterWish
+    recovery: RecoverySettings
+    threads: int
+    address: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was started. placed: where on a cluster; None on one host. memory: of this host's processes."""
+
+    plan: Plan
+    budget: BudgetPlan | PlacedBudget
+    placed: Placed | None
+    runtime: RayRuntime
+    memory: ProcessMemory
+    actors: ActorChain
+    chain: RecoveringChain
+
+    def settings(self, asked: Settings) -> Settings:
+        """What was asked for, with the stages, shards and threads that run."""
+        threads = sum(actor.threads for actor in self.plan.actors) if self.placed is not None else asked.threads
+        return replace(asked, stages=len(self.plan.stages), expert_shards=len(self.plan.shards), threads=threads)
+
+    def node_reports(self) -> tuple[NodeReport, ...]:
+        """Of the nodes of a cluster; none on one host."""
+        if self.placed is None:
+            return ()
+        return node_reports(self.placed.placement, self._own_node, self.memory.peak_bytes, self._far_peaks())
+
+    def message_report(self, counts: MessageCounts) -> MessageReport:
+        """What went between the actors, and of it between nodes."""
+        parts = {part_name(spec): self._node_name(spec) for spec in self.plan.actors}
+        return message_report(counts, parts, [part_name(stage) for stage in self.plan.stages], self._own_node)
+
+    def peaks(self) -> dict[str, int]:
+        """Bytes by process: those of this host at one moment, of actors elsewhere what each held at most."""
+        return {**self._far_peaks(), **self.memory.peak.role_bytes}
+
+    def _far_peaks(self) -> dict[str, int]:
+        return self.actors.peak_memory() if self.placed is not None else {}
+
+    @property
+    def _own_node(self) -> str:
+        """This node's name; on one host nothing."""
+        nodes = self.placed.nodes if self.placed is not None else ()
+        return next((node.name for node in nodes if node.driver), "")
+
+    def _node_name(self, spec: StageSpec | ShardSpec) -> str:
+        if spec.node_id is None or self.placed is None:
+            return self._own_node
+        return self.placed.node_names.get(spec.node_id, spec.node_id)
+
+
+def start_run(request: RunRequest, positions: int, running: ExitStack, say: Say) -> Run:
+    """Plan, connect, start and load; what was started ends with `running`. Raises a Failure.
+
+    positions: of the longest sequence. On one host the memory is planned before Ray is started, so that a wish that
+    cannot hold is refused at once; a cluster's nodes are known only when it is joined.
+    """
+    joined = chosen_address(request.address) is not None
+    runtime = _connect(request, 1, running, say) if joined else None
+    placed = None
+    if request.cluster.forced or (runtime is not None and runtime.num_nodes > 1):
+        config = request.checkpoint.config
+        spec = CheckpointSpec(
+            request.spec.model_dir, None, config.num_hidden_layers, config=request.checkpoint.binding.config
+        )
+        placed = place_run(request.cluster, config, spec, positions, request.threads, joined, say)
+        plan: Plan = placed.plan
+        budget: BudgetPlan | PlacedBudget = placed.budget
+    else:
+        whole = open_checkpoint(request.spec) if request.checkpoint.partial else request.checkpoint
+        plan, budget = plan_memory(whole, request.plan, request.memory, positions, not joined)
+    say(budget.describe())
+    if runtime is None:
+        runtime = _connect(request, plan.num_processes, running, say)
+    memory, actors, chain = _start(request, plan, placed, runtime, running, say)
+    return Run(plan, budget, placed, runtime, memory, actors, chain)
+
+
+def _connect(request: RunRequest, workers: int, running: ExitStack, say: Say) -> RayRuntime:
+    runtime = running.enter_context(ray_runtime(RaySettings(request.address, workers=workers)))
+    say(runtime.describe())
+    return runtime
+
+
+def _start(
+    request: RunRequest, plan: Plan, placed: Placed | None, runtime: RayRuntime, running: ExitStack, say: Say
+) -> tuple[ProcessMemory, ActorChain, RecoveringChain]:
+    memory = running.enter_context(ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}))
+    actors = ActorChain(plan, runtime.actor_options, placed.node_names if placed is not None else None)
+    running.callback(actors.stop)
+
+    def watch(actor: ActorId, report: ProcessReport) -> None:
+        if actors.spec_of(actor).node_id in (None, runtime.node_id):  # a number of another host is another process here
+            memory.watch(report.pid, actors.part_of(actor))
+        if report.note:
+            say(f"{actors.part_of(actor)}: {report.note}")
+
+    def replaced(actor: ActorId, report: ProcessReport) -> None:
+        watch(actor, report)
+        say(f"lost and loaded again: {actors.part_of(actor)}")
+
+    actors.load(loaded=lambda part: say(f"loaded: {part}"))
+    for actor, report in actors.loaded_reports():
+        watch(actor, report)
+    return memory, actors, RecoveringChain(actors, request.recovery, replaced)
