@@ -59,9 +59,15 @@ def _statistics(rows: Iterable[StatisticRow]) -> Table:
     table.add_column("by")
     for row in rows:
         figures = [_figure(value) for value in (row.median, row.p10, row.p90, row.minimum, row.maximum)]
-        extra = ", ".join(f"{name} {value:.4g}" for name, value in row.extra.items())
-        table.add_row(row.letter, Text(row.subject), f"{row.count:,}", *figures, extra, row.by)
+        table.add_row(row.letter, Text(row.subject), f"{row.count:,}", *figures, Text(_further(row.extra)), row.by)
     return table
+
+
+def _further(extra: dict[str, float]) -> str:
+    """The further figures, the first word of their names said once where all have it."""
+    first = {name.split(" ")[0] for name in extra}
+    prefix = f"{first.pop()} " if len(first) == 1 and len(extra) > 1 else ""
+    return prefix + ", ".join(f"{name.removeprefix(prefix)} {value:.4g}" for name, value in extra.items())
 
 
 def _figure(value: float | None) -> str:
