@@ -87,6 +87,7 @@ class Generation:
             waits[self.trunk_device] += self.io.trunk_wait_s
             waits[self.expert_device] += self.io.expert_wait_s
             derived |= {"resident_hit_rate": self.io.hit_rate, "io_share": self.io_share, "device_wait_s": waits}
+            derived["time_parts_s"] = self.time_parts
         return {**record, **derived}
 
     @property
@@ -105,6 +106,28 @@ class Generation:
             f"{self.io.hit_rate:.1%} resident; waited {self.io.trunk_wait_s:.2f} s for trunk ({self.trunk_device}), "
             f"{self.io.expert_wait_s:.2f} s for experts ({self.expert_device}), {self.io_share:.0%} of the time"
         )
+
+    @property
+    def time_parts(self) -> dict[str, float]:
+        """Seconds of all steps by what they went on, see StepTimes.parts; empty when the run failed."""
+        return self.io.times.parts(sum(self.step_seconds)) if self.io is not None else {}
+
+    def time_line(self) -> str:
+        """Return the line about where the time went."""
+        parts = self.time_parts
+        if not parts:
+            return "time: not counted, the run failed"
+        named = {
+            "attention": parts["attention"],
+            "feed forward": parts["feed_forward"],
+            "waiting for expert shards": parts["experts"],
+            "hops to them": parts["hops"],
+            "head": parts["head"],
+            "the rest of the stages": parts["other"],
+            "between stages and driver": parts["driver"],
+        }
+        whole = sum(named.values())
+        return "time: " + ", ".join(f"{part / whole:.1%} {name}" for name, part in named.items() if part)
 
     def summary(self) -> str:
         """Return the last line of a run."""

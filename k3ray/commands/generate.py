@@ -152,4 +152,5 @@ def _write(request: GenerateRequest, generation: Generation, saved: str) -> None
     for line in report_lines(tuple(generation.nodes), generation.messages):
         say(line)
     say(generation.disk_line())
+    say(generation.time_line())
     say(generation.summary())
