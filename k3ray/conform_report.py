@@ -70,6 +70,8 @@ def _otherwise(other: ChosenOtherwise) -> str:
 
 def conclusion(reports: Sequence[LayerReport]) -> str:
     """Return the last line: how many passed, the largest error, near ties."""
+    if not reports:
+        return "conform: nothing was compared"
     failed = [report.name for report in reports if not report.passed]
     ties = sum(len(report.experts.near_ties) for report in reports if report.experts)
     rounding = [found for report in reports for found in report.comparisons if found.against == "reference"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -77,8 +77,16 @@ def run(request: ConformRequest) -> None:
         "k3ray": version("k3ray"),
     }
     conformance = Conformance(own, reference, tolerances, keep_entered=request.save_inputs is not None)
-    reports = _show(conformance, layers, inputs, prompts, request.as_json)
-    _write(request, reports, about, conformance)
+    reports: list[LayerReport] = []
+    try:
+        for report in _shown(conformance.run(layers, inputs, prompts), request.as_json):
+            reports.append(report)
+    except KeyboardInterrupt:  # what was compared before is sound: keep it
+        _write_log(request, reports, {**about, "interrupted": f"after {len(reports)} lines"})
+        raise
+    _write_log(request, reports, about)
+    if request.save_inputs is not None:
+        _save(request.save_inputs, conformance)
     if request.as_json:
         print(json.dumps(as_json(reports, about), indent=1))
     say(conclusion(reports))
@@ -86,7 +94,11 @@ def run(request: ConformRequest) -> None:
         say("trust no text of this build and checkpoint; the first array beyond its tolerance is where to look"
             + ("" if request.log else " (--log FILE has them all)"))  # fmt: skip
         raise typer.Exit(1)
-    say(f"next: k3ray generate {source.model_dir}")
+    golden = source.model_dir / "golden.npz"
+    recorded = f"conform {source.model_dir} --inputs {golden}"
+    say(
+        f"next: k3ray {recorded if request.inputs == 'random' and golden.is_file() else f'generate {source.model_dir}'}"
+    )
 
 
 def _check(request: ConformRequest) -> Tolerances:
@@ -133,37 +145,35 @@ def _inputs(request: ConformRequest, own: OwnModel, whole: bool) -> tuple[Inputs
         ids = parse_ids(request.ids)
         if not 1 <= len(ids) <= MOST_TOKENS:
             raise ConformUsage(f"--ids: found {len(ids)} ids, expected 1 to {MOST_TOKENS}")
-        prompts.insert(0, RecordedPrompt("of --ids", ids, np.empty((0, 0), np.float32)))
+        prompts.insert(0, RecordedPrompt("ids", ids, np.empty((0, 0), np.float32)))
     return inputs, prompts
 
 
-def _show(
-    conformance: Conformance, layers: Sequence[int], inputs: Inputs, prompts: Sequence[RecordedPrompt], quiet: bool
-) -> list[LayerReport]:
+def _shown(reports: Iterator[LayerReport], quiet: bool) -> Iterator[LayerReport]:
     """Print each line as it is decided: on standard error when standard output is for JSON."""
-    reports: list[LayerReport] = []
     tell = say if quiet else partial(print, flush=True)
     tell(HEADER)
-    for report in conformance.run(layers, inputs, prompts):
-        reports.append(report)
+    for report in reports:
         tell(table_line(report))
-    return reports
+        yield report
 
 
-def _write(
-    request: ConformRequest, reports: Sequence[LayerReport], about: dict[str, Any], conformance: Conformance
-) -> None:
-    if request.log is not None:
-        lines = [f"{name}: {value}" for name, value in about.items()]
-        for report in reports:
-            lines += ["", *log_lines(report)]
-        write_file(request.log, "\n".join([*lines, "", conclusion(reports), ""]).encode())
-        say(f"wrote {request.log}")
-    if request.save_inputs is not None:
-        arrays: dict[str, Any] = {}
-        for layer, (prefix, blocks) in conformance.entered.items():
-            arrays |= {f"prefix_L{layer}": prefix, f"blocks_L{layer}": blocks}
-        archive = io.BytesIO()
-        np.savez(archive, **arrays)
-        write_file(request.save_inputs, archive.getvalue())
-        say(f"wrote {request.save_inputs}; next: k3ray conform --inputs {request.save_inputs}")
+def _write_log(request: ConformRequest, reports: Sequence[LayerReport], about: dict[str, Any]) -> None:
+    if request.log is None:
+        return
+    lines = [f"{name}: {value}" for name, value in about.items()]
+    for report in reports:
+        lines += ["", *log_lines(report)]
+    write_file(request.log, "\n".join([*lines, "", conclusion(reports), ""]).encode())
+    say(f"wrote {request.log}")
+
+
+def _save(path: Path, conformance: Conformance) -> None:
+    """Write what entered each layer, so that single layers can be compared on it later, or elsewhere."""
+    arrays: dict[str, Any] = {}
+    for layer, (prefix, blocks) in conformance.entered.items():
+        arrays |= {f"prefix_L{layer}": prefix, f"blocks_L{layer}": blocks}
+    archive = io.BytesIO()
+    np.savez(archive, **arrays)
+    write_file(path, archive.getvalue())
+    say(f"wrote {path}; next: k3ray conform --inputs {path}")
