@@ -86,9 +86,10 @@ def _tell(summary: Summary) -> None:
     again = ""
     if summary.transferred_again_bytes:
         again = f", {decimal_size(summary.transferred_again_bytes)} came again from a server that ignores ranges"
+    kept = f"{summary.kept_files} of them kept from before, " if summary.kept_files else ""
     say(
         f"downloaded {summary.repository} at {summary.commit}: {summary.num_files} files of "
-        f"{decimal_size(summary.num_bytes)} are here, {decimal_size(summary.fetched_bytes)} fetched in "
+        f"{decimal_size(summary.num_bytes)} are here, {kept}{decimal_size(summary.fetched_bytes)} fetched in "
         f"{duration(summary.seconds)} ({decimal_size(int(rate))}/s){again}"
     )
     if summary.layers is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from k3ray.download.checksums import Checksum
 
 BLOCK_BYTES = 8 << 20
+_LINE = re.compile(rb"(\d{1,19}) (\d{1,19}) ([0-9a-f]{32})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class BlockJournal:
         """Open or begin the journal of a file of that size and checksum; one of another file is begun anew."""
         self.path = path
         self._size = size
-        self._head = f"k3ray-blocks 1 {size} {checksum}\n".encode()
+        self._head = _head(size, checksum)
         self.blocks: list[Block] = []
         self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0)
         self._read()
@@ -61,7 +63,7 @@ class BlockJournal:
             self._file.seek(start)
             self._file.truncate()
             raise
-        self._insert(block)
+        _insert(self.blocks, block)
 
     def clear(self) -> None:
         """Forget every block."""
@@ -76,36 +78,24 @@ class BlockJournal:
 
     def _read(self) -> None:
         """Take the lines up to the first that is not whole and sound; what comes after it is cut off."""
-        data = self._file.read()
-        if not data.startswith(self._head):
+        found, place = _parse(self._file.read(), self._head, self._size)
+        if place == 0:
             self.clear()
             return
-        place = len(self._head)
-        while (stop := data.find(b"\n", place)) >= 0:
-            block = self._parse(data[place:stop])
-            if block is None:
-                break
-            self._insert(block)
-            place = stop + 1
+        for block in found:
+            _insert(self.blocks, block)
         self._file.seek(place)
         self._file.truncate()
 
-    def _parse(self, line: bytes) -> Block | None:
-        words = line.split(b" ")
-        if len(words) != 3 or not (words[0].isdigit() and words[1].isdigit() and len(words[2]) == 32):
-            return None
-        begin, end = int(words[0]), int(words[1])
-        if not 0 <= begin < end <= self._size or not words[2].isalnum():
-            return None
-        return Block(begin, end, words[2].decode("ascii"))
 
-    def _insert(self, block: Block) -> None:
-        low = bisect_left(self.blocks, block.begin, key=_end)
-        low += low < len(self.blocks) and self.blocks[low].end == block.begin
-        high = low
-        while high < len(self.blocks) and self.blocks[high].begin < block.end:
-            high += 1
-        self.blocks[low:high] = [block]
+def _insert(blocks: list[Block], block: Block) -> None:
+    """Put a block at its place, in the place of those that it overlaps."""
+    low = bisect_left(blocks, block.begin, key=_end)
+    low += low < len(blocks) and blocks[low].end == block.begin
+    high = low
+    while high < len(blocks) and blocks[high].begin < block.end:
+        high += 1
+    blocks[low:high] = [block]
 
 
 def _end(block: Block) -> int:
@@ -115,11 +105,28 @@ def _end(block: Block) -> int:
 def read_blocks(path: Path, size: int, checksum: Checksum) -> list[Block]:
     """The blocks that a journal records for a file of that size and checksum, without making or changing one."""
     try:
-        head = path.open("rb").readline()
+        data = path.read_bytes()
     except OSError:
         return []
-    if head != f"k3ray-blocks 1 {size} {checksum}\n".encode():
-        return []
-    journal = BlockJournal(path, size, checksum)
-    journal.close()
-    return journal.blocks
+    blocks: list[Block] = []
+    for block in _parse(data, _head(size, checksum), size)[0]:
+        _insert(blocks, block)
+    return blocks
+
+
+def _head(size: int, checksum: Checksum) -> bytes:
+    return f"k3ray-blocks 1 {size} {checksum}\n".encode()
+
+
+def _parse(data: bytes, head: bytes, size: int) -> tuple[list[Block], int]:
+    """The blocks of the sound lines, and where these end; 0 when the journal is another file's."""
+    if not data.startswith(head):
+        return [], 0
+    found, place = [], len(head)
+    while (stop := data.find(b"\n", place)) >= 0:
+        match = _LINE.fullmatch(data, place, stop)
+        if match is None or not int(match[1]) < int(match[2]) <= size:
+            break
+        found.append(Block(int(match[1]), int(match[2]), match[3].decode("ascii")))
+        place = stop + 1
+    return found, place

@@ -45,13 +45,17 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a download did. layers: complete ones in the folder now; None where no layers were asked for."""
+    """What a download did. kept_files: those that were finished and unchanged, and so not read.
+
+    layers: complete ones in the folder now; None where no layers were asked for.
+    """
 
     directory: str
     repository: str
     commit: str
     num_files: int
     num_bytes: int
+    kept_files: int
     fetched_bytes: int
     transferred_again_bytes: int
     seconds: float
@@ -93,6 +97,7 @@ class _Work:
         self._notes = Notes(workplace, record)
         self._say = say
         self._look = look
+        self._kept = 0
 
     @property
     def _record(self) -> Record:
@@ -119,6 +124,7 @@ class _Work:
             commit=self._record.commit,
             num_files=len(wanted),
             num_bytes=sum(file.size for file in wanted),
+            kept_files=self._kept,
             fetched_bytes=reached.fetched,
             transferred_again_bytes=reached.again,
             seconds=time.monotonic() - start,
@@ -135,15 +141,14 @@ class _Work:
         directory = self._workplace.directory
         again = prove or self._wish.deep
         files = [self._record.files[n] for n in names if again or not self._record.is_finished(directory, n)]
-        kept = len(names) - len(files)
-        if kept and len(names) > len(files):
-            self._say(f"kept: {kept} of {len(names)} files are finished and unchanged")
+        self._kept += len(names) - len(files)
         self._workplace.check_space(files)
         setting = Setting(
             self._workplace, self._listing(), self._line, self._patience, self.counts, self._notes, self._say
         )
         jobs = [FileJob(setting, file) for file in files]
-        failures = run_jobs(jobs, min(self._wish.workers, len(jobs)), self._line, self._tell) if jobs else []
+        workers = min(self._wish.workers, len(jobs))
+        failures = run_jobs(jobs, workers, self._line, self._patience.grace_s, self._tell) if jobs else []
         if failures:
             listed = "".join(f"\n  {failure}" for failure in failures[:20])
             raise DownloadFailed(f"{len(failures)} of {len(names)} files could not be fetched:{listed}")

@@ -56,8 +56,14 @@ class PartFile:
         with self._lock:
             if self._closed:
                 raise PartClosed
-            self._buffer += piece
-            if len(self._buffer) >= BLOCK_BYTES or time.monotonic() - self._since > SECONDS_PER_BLOCK:
+            rest = memoryview(piece)
+            while rest:
+                room = BLOCK_BYTES - self.received % BLOCK_BYTES  # blocks end at multiples, wherever they begin
+                self._buffer += rest[:room]
+                rest = rest[room:]
+                if self.received % BLOCK_BYTES == 0:
+                    self.flush()
+            if time.monotonic() - self._since > SECONDS_PER_BLOCK:
                 self.flush()
 
     @property

@@ -13,7 +13,8 @@ class Patience:
     """attempts: failures in a row without a byte of progress before a file is given up. Times in seconds.
 
     first_wait_s doubles up to longest_wait_s, each with jitter. stall_s: silence after which a connection is dropped.
-    longest_retry_after_s: the longest wait that a server may ask for.
+    longest_retry_after_s: the longest wait that a server may ask for. grace_s: how long an interruption waits for its
+    threads before it keeps for them what they have received.
     """
 
     attempts: int = 8
@@ -21,6 +22,7 @@ class Patience:
     longest_wait_s: float = 60.0
     stall_s: float = 30.0
     longest_retry_after_s: float = 900.0
+    grace_s: float = 2.0
 
     def wait_s(self, failures: int, retry_after_s: float | None, chance: random.Random) -> float:
         """Seconds to wait after so many failures in a row: what the server asked for, else backoff with jitter."""

@@ -15,7 +15,6 @@ from k3ray.download.hub import Hub
 from k3ray.download.part_file import PartFile
 
 MAX_REDIRECTS = 8
-PIECE_BYTES = 1 << 16
 LEAST_BYTES = 4096  # fewer than these in stall_s is a stall as well
 
 
@@ -95,7 +94,7 @@ def _request(line: Line, url: str, wanted: WantedBytes, part: PartFile, sink: Si
 def _receive(line: Line, answer: httpx.Response, wanted: WantedBytes, part: PartFile, sink: Sink, skip: int) -> None:
     """Keep the body's bytes after the first `skip` and up to the wanted end."""
     since, seen = time.monotonic(), 0
-    for whole in answer.iter_raw(PIECE_BYTES):
+    for whole in answer.iter_raw():  # as they arrive: a chunk size would hold bytes back, and lose them with the line
         if line.stop.is_set():
             raise Stopped
         seen += len(whole)
