@@ -4,8 +4,8 @@
 
 Makes a checkpoint 2048 wide of 1.7 GB (removed at the end) unless one is named. One host, the same number of threads
 (all cores unless --threads says otherwise), everything resident. In turn in one run: one process without Ray or
-messages, one stage on Ray, stages and shards on Ray. The bits must agree. Ends with 1 when the median of a round's
-ratios is above --limit, or when they do not.
+messages, one stage on Ray, stages and shards on Ray, token by token; a ratio is of two neighbouring tokens. The bits
+must agree. Ends with 1 when the median ratio is above --limit, or when they do not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One generation. steps: seconds of each decoded token. times: of all processes. digest: of ids and logits."""
+    """One generation. steps: seconds of each decoded token. times: of all processes. digest: of all logits' bytes."""
 
     name: str
     steps: tuple[float, ...]
@@ -84,26 +85,46 @@ class Measured:
     digest: str
 
 
-def generate(subject: Subject, gen: int) -> Measured:
-    """Decode greedily; the prompt is not in the figures."""
-    import time
+class Generating:
+    """One subject's greedy sequence, a token at a time; the prompt and the first tokens are not in the figures."""
 
-    driver, sha, steps = subject.driver, hashlib.sha256(), []
-    session = driver.open(len(PROMPT) + gen + WARM_UP)
-    token = int(np.argmax(driver.forward({session: PROMPT})[session][0]))
-    before = IoCounts()
-    for step in range(WARM_UP + gen):
-        if step == WARM_UP:
-            before = subject.chain.counts()
+    def __init__(self, subject: Subject, gen: int) -> None:
+        self._subject = subject
+        self._session = subject.driver.open(len(PROMPT) + gen + WARM_UP)
+        self._token = int(np.argmax(subject.driver.forward({self._session: PROMPT})[self._session][0]))
+        self._digest = hashlib.sha256()
+        self._before = IoCounts()
+        self._steps: list[float] = []
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._before = self._subject.chain.counts()
+        self._steps.clear()
+
+    def step(self) -> None:
+        """One token more."""
         started = time.perf_counter()
-        logits = driver.forward({session: [token]})[session][0]
-        token = int(np.argmax(logits))
-        if step >= WARM_UP:
-            steps.append(time.perf_counter() - started)
-        sha.update(logits.tobytes())
-    times = (subject.chain.counts() - before).times
-    driver.close(session)
-    return Measured(subject.name, tuple(steps), times, sha.hexdigest())
+        logits = self._subject.driver.forward({self._session: [self._token]})[self._session][0]
+        self._token = int(np.argmax(logits))
+        self._steps.append(time.perf_counter() - started)
+        self._digest.update(logits.tobytes())
+
+    def end(self) -> Measured:
+        """What it took."""
+        times = (self._subject.chain.counts() - self._before).times
+        self._subject.driver.close(self._session)
+        return Measured(self._subject.name, tuple(self._steps), times, self._digest.hexdigest())
+
+
+def generate(running: Sequence[Subject], gen: int) -> list[Measured]:
+    """Decode with all of them, token by token in turn, so that what else the machine does meets all alike."""
+    sequences = [Generating(one, gen) for one in running]
+    for step in range(WARM_UP + gen):
+        for sequence in sequences:
+            if step == WARM_UP:
+                sequence.begin()
+            sequence.step()
+    return [one.end() for one in sequences]
 
 
 @contextmanager
@@ -153,7 +174,10 @@ def records_of(runs: list[list[Measured]], threads: int, load: float) -> list[di
     records = []
     for place, first in enumerate(runs[0]):
         mine = [of_round[place] for of_round in runs]
-        ratios = [median(of_round[place].steps) / median(of_round[0].steps) for of_round in runs]
+        ratios = [
+            median(mine / alone for mine, alone in zip(of_round[place].steps, of_round[0].steps, strict=True))
+            for of_round in runs
+        ]
         parts = {f"{name}_ms": round(value, 3) for name, value in per_token(mine).items()}
         step = median(step for one in mine for step in one.steps)
         row = {"load": round(load, 2), "threads": threads, "run": first.name, "ms_per_token": round(step * 1e3, 3)}
@@ -200,7 +224,7 @@ def main() -> None:
     with checkpoint(arguments.model) as model:
         shown = subjects(model, arguments.threads, arguments.stages, arguments.shards)
         with shown as running:
-            runs = [[generate(one, arguments.gen) for one in running] for _ in range(arguments.rounds)]
+            runs = [generate(running, arguments.gen) for _ in range(arguments.rounds)]
     records = records_of(runs, arguments.threads, load)
     print_table(records)
     path = arguments.csv or RESULTS / f"{arguments.machine}-overhead.csv"

@@ -29,11 +29,19 @@ NUM_CPUS = 0  # the plan shares the cores out; Ray must not make an actor wait f
 class ActorChain:
     """The running actors of a plan. Object refs go from stage to stage; the driver holds only the answers."""
 
-    def __init__(self, plan: Plan, options: Options, node_names: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        node_names: Mapping[str, str] | None = None,
+        ports: tuple[int, int] | None = None,
+    ) -> None:
         """Start the processes; options(num_cpus, memory_bytes, name, node_id) gives Ray's options of one actor.
 
-        node_names: by Ray's id of the node, for messages.
+        node_names: by Ray's id of the node, for messages. ports: the first and the last at which shards may listen for
+        stages of other nodes; None: any.
         """
+        self._ports = ports
         self._node_names = dict(node_names or {})
         self._plan = plan
         self._loaded_plan = plan
@@ -232,7 +240,7 @@ class ActorChain:
 
     def _load(self, actor: ActorId) -> Any:
         if actor.kind == "shard":
-            return self._handle(actor).load.remote(self.spec_of(actor))
+            return self._handle(actor).load.remote(self.spec_of(actor), self._ports)
         return self._handle(actor).load.remote(self.spec_of(actor), self._shards)
 
     def _on_every_stage(self, refs: Sequence[Any]) -> None:

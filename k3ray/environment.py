@@ -22,7 +22,8 @@ class Environment:
     """What the environment says. model_dir: K3_MODEL_DIR. tokenizer: K3_TOK_FILES. threads: OMP_NUM_THREADS.
 
     ray_address: RAY_ADDRESS. hf_token: HF_TOKEN, which no text shows. hf_endpoint: HF_ENDPOINT, a hub's or mirror's
-    address. None where a variable is unset or empty.
+    address. ports: K3RAY_PORTS, the first and the last port at which shards may listen for stages of other hosts. None
+    where a variable is unset or empty.
     """
 
     model_dir: Path | None
@@ -31,6 +32,7 @@ class Environment:
     ray_address: str | None
     hf_token: str | None = field(default=None, repr=False)
     hf_endpoint: str | None = None
+    ports: tuple[int, int] | None = None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -43,6 +45,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         ray_address=found.get("RAY_ADDRESS") or None,
         hf_token=_token(found),
         hf_endpoint=_endpoint(found),
+        ports=_ports(found),
     )
 
 
@@ -63,6 +66,20 @@ def _threads(variables: Mapping[str, str]) -> int | None:
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 4096:
         raise EnvironmentFailure(f"OMP_NUM_THREADS={text}: expected a number from 1 to 4096; correct or unset it")
     return int(text)
+
+
+def _ports(variables: Mapping[str, str]) -> tuple[int, int] | None:
+    text = variables.get("K3RAY_PORTS")
+    if not text:
+        return None
+    first, dash, last = text.partition("-")
+    words = (first, last if dash else first)
+    if not all(word.isascii() and word.isdecimal() and len(word) <= 5 for word in words):
+        raise EnvironmentFailure(f"K3RAY_PORTS={text}: expected two ports like 20000-20099; correct or unset it")
+    low, high = int(words[0]), int(words[1])
+    if not 1024 <= low <= high <= 65_535:
+        raise EnvironmentFailure(f"K3RAY_PORTS={text}: expected ports from 1024 to 65535, the lower one first")
+    return low, high
 
 
 def _token(variables: Mapping[str, str]) -> str | None:

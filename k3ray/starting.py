@@ -18,6 +18,7 @@ from k3ray.cluster.ray_runtime import RayRuntime, RaySettings, ray_runtime
 from k3ray.cluster.recovering_chain import RecoveringChain
 from k3ray.cluster.recovery_plan import RecoverySettings
 from k3ray.cluster_report import MessageReport, NodeReport, message_report, node_reports
+from k3ray.environment import read_environment
 from k3ray.memory import MemoryWish, plan_memory
 from k3ray.placing import ClusterWish, Placed, place_run
 from k3ray.report import Settings
@@ -130,7 +131,8 @@ def _start(
     request: RunRequest, plan: Plan, placed: Placed | None, runtime: RayRuntime, running: ExitStack, say: Say
 ) -> tuple[ProcessMemory, ActorChain, RecoveringChain]:
     memory = running.enter_context(ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}))
-    actors = ActorChain(plan, runtime.actor_options, placed.node_names if placed is not None else None)
+    names = placed.node_names if placed is not None else None
+    actors = ActorChain(plan, runtime.actor_options, names, read_environment().ports)
     running.callback(actors.stop)
 
     def watch(actor: ActorId, report: ProcessReport) -> None:

@@ -197,10 +197,15 @@ class ExpertShardActor:
         self._shard: ExpertShard | None = None
         self._store: ExpertStore | None = None
         self._door: HopDoor | None = None
+        self._ports: tuple[int, int] | None = None
         self._memory = OwnMemory()
 
-    def load(self, spec: ShardSpec) -> ProcessReport:
-        """Compile the kernels or take them from the cache, and open the shard's cache."""
+    def load(self, spec: ShardSpec, ports: tuple[int, int] | None = None) -> ProcessReport:
+        """Compile the kernels or take them from the cache, and open the shard's cache.
+
+        ports: the first and the last at which it may listen for stages of other nodes; None: any.
+        """
+        self._ports = ports
         self._memory.watch()
         if self._store is not None:
             self._store.close()
@@ -228,7 +233,7 @@ class ExpertShardActor:
         door = _loaded(self._door)
         if asker_node == ray.get_runtime_context().get_node_id():
             return door.local()
-        return door.at(ray.util.get_node_ip_address())
+        return door.at(ray.util.get_node_ip_address(), self._ports)
 
     def damaged_met(self) -> list[tuple[int, int]]:
         """See ExpertStore.damaged_met."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from k3ray.workers.failure import Failure
+
 BACKLOG = 128
 SILENCE_S = 30  # after so long without a sign of life from its host a connection is over
+
+
+class NoPort(Failure):
+    """No port of those that may be used is free."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +44,20 @@ def listen_locally() -> tuple[socket.socket, str]:
     return listener, name
 
 
-def listen_on(host: str, ports: Sequence[int] = (0,)) -> tuple[socket.socket, int]:
-    """Listen at one address of this host, on the first free port (0: the system chooses); OSError when none is."""
-    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    refused: OSError | None = None
-    for port in ports:
+def listen_on(host: str, ports: tuple[int, int] | None) -> tuple[socket.socket, int]:
+    """Listen at one address of this host, on the first free port of a range or of the system's; raises NoPort."""
+    first, last = ports or (0, 0)
+    refused = ""
+    for port in range(first, last + 1):
         try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
-            refused = error
+            refused = str(error)
             continue
         return listener, listener.getsockname()[1]
-    raise refused or OSError(f"no port to listen on at {host}")
+    where = f"ports {first} to {last} (K3RAY_PORTS)" if ports else "any port"
+    raise NoPort(f"an expert shard cannot listen at {host} on {where}: {refused}; name a range with more free ports")
 
 
 def connect(address: DoorAddress, timeout_s: float) -> socket.socket:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import pyarrow as pa
@@ -52,8 +52,11 @@ class HopDoor:
                 self._listen(listener)
             return self._addresses[""]
 
-    def at(self, host: str, ports: Sequence[int] = (0,)) -> DoorAddress:
-        """Return the address for processes of other hosts: one of this host's own, on the first free of `ports`."""
+    def at(self, host: str, ports: tuple[int, int] | None = None) -> DoorAddress:
+        """Return the address for processes of other hosts: one of this host's own.
+
+        ports: the first free one from the first to the last; None: the system chooses. Raises NoPort.
+        """
         with self._lock:
             if host not in self._addresses:
                 listener, port = listen_on(host, ports)

@@ -40,6 +40,18 @@ def test_paths_must_exist(name: str) -> None:
         read_environment({name: "/nowhere/at/all"})
 
 
+def test_a_range_of_ports() -> None:
+    assert read_environment({"K3RAY_PORTS": "20000-20099"}).ports == (20_000, 20_099)
+    assert read_environment({"K3RAY_PORTS": "20000"}).ports == (20_000, 20_000)
+    assert read_environment({"K3RAY_PORTS": ""}).ports is None
+
+
+@pytest.mark.parametrize("text", ["x", "20000-", "-20000", "20000-y", "20099-20000", "80-90", "1-2-3", "0-65536", "٢"])
+def test_malformed_ports(text: str) -> None:
+    with pytest.raises(EnvironmentFailure, match="K3RAY_PORTS="):
+        read_environment({"K3RAY_PORTS": text})
+
+
 def test_a_token_is_taken_and_never_shown() -> None:
     found = read_environment({"HF_TOKEN": " hf_secret\n", "HF_ENDPOINT": "https://mirror.example/"})
     assert (found.hf_token, found.hf_endpoint) == ("hf_secret", "https://mirror.example")
