@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from k3ray.conform import TOLERANCES, Conformance
+from k3ray.conform import TOLERANCES, Conformance, ReferenceBroke
 from k3ray.conform_inputs import Recording
 from k3ray.conform_own import OwnModel
 from k3ray.conform_reference import Reference
@@ -137,7 +137,7 @@ def late_read(matrices: Any, q: Any, k: Any, v: Any, log_decay: Any, beta: Any) 
 # (what is wrong, module, name, what stands there instead, layer, the first array that must be beyond tolerance)
 MISTAKES: list[tuple[str, str, str, Any, int, str]] = [
     ("no L2 norm of q and k", "attention", "l2_normalised", lambda v: v, KDA_DENSE, "attn_out"),
-    ("a mean in that norm", "attention", "L2_EPS", 0.3, KDA_MOE, "attn_out"),
+    ("another eps in that norm", "attention", "L2_EPS", 0.3, KDA_MOE, "attn_out"),
     ("A_log's last entries", "attention", "head_decays", lambda s, heads: s[-heads:], KDA_DENSE, "attn_out"),
     ("A_log one head off", "attention", "head_decays", lambda s, heads: s[1 : heads + 1], KDA_MOE, "attn_out"),
     ("no SiLU after the convolutions", "attention", "silu", lambda x: x, KDA_DENSE, "attn_out"),
@@ -148,6 +148,7 @@ MISTAKES: list[tuple[str, str, str, Any, int, str]] = [
     ("scales by two", "feed_forward", "matmul_mxfp4", doubled_scale, LAST, "latent_aggregate"),
     ("gate and up exchanged", "feed_forward", "situ", exchanged_situ, KDA_MOE, "latent_aggregate"),
     ("gate and up exchanged", "feed_forward", "situ", exchanged_situ, KDA_DENSE, "mlp_out"),
+    ("no block begun", "settings", "Settings.begins_block", lambda settings, layer: False, MLA_MOE, "mlp_in"),
     ("the router's bias in the weights", "model", "scores_of", biased_scores, KDA_MOE, "router_weights"),
 ]
 
@@ -166,9 +167,18 @@ def test_a_mistake_is_seen_and_placed(
     layer: int,
     first: str,
 ) -> None:
-    part = torch_part(module)
-    monkeypatch.setattr(part, name, instead)
+    monkeypatch.setattr(f"torch_reference.{module}.{name}", instead)
     (report,) = reports_of(own, reference, layer)
     assert not report.passed
     assert failed_arrays(report)[0] == first, log_lines(report)
     assert report.failures[0].max_rel > 1.3 * report.failures[0].tolerance
+
+
+def test_a_reference_that_fails_is_no_pass(
+    own: OwnModel, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer lists read as zero-based: the reference looks for tensors that the layer does not have."""
+    part = torch_part("settings").Settings
+    monkeypatch.setattr(part, "attends_with_mla", lambda settings, layer: layer in settings.linear["full_attn_layers"])
+    with pytest.raises(ReferenceBroke, match=r"layer 2: the reference failed and nothing was compared.*conv1d|q_proj"):
+        reports_of(own, reference, MLA_MOE)
