@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 
 @dataclass
@@ -69,7 +70,7 @@ def serve(folder: Path) -> Iterator[RangeServer]:
             """Answer one request."""
             asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
             wanted = (int(asked[1]), int(asked[2]) + 1) if asked else None
-            request = Request(self.path.rsplit("/", 1)[-1], wanted, dict(self.headers))
+            request = Request(urlsplit(self.path).path.rsplit("/", 1)[-1], wanted, dict(self.headers))
             with server.lock:
                 server.requests.append(request)
             answer = _answer(folder, request)
