@@ -38,7 +38,12 @@ class Watch:
             try:
                 self._heard(actor, self._actors.result(ticket))
             except AnswerLost:  # no answer, and no sign of a death either
-                self._asked[actor] = look, self._ask(actor)
+                if time.monotonic() - look.asked_at > self._settings.sign_s:
+                    self._actors.kill(actor)
+                    del self._asked[actor]
+                    lost.add(actor)
+                else:
+                    self._asked[actor] = look, self._ask(actor)
             except ActorGone:
                 del self._asked[actor]
                 lost.add(actor)
