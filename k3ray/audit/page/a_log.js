@@ -45,8 +45,8 @@ function aLogPicture({ row, stored, heads, letter }) {
 
 // What readers make of a longer A_log. The loaders' lines are as published; ours is the rule that k3ray binds by.
 const A_LOG_READERS = [
-  ["U", OTHERS, "Four public loaders", "keep the first 96 entries and leave the rest."],
-  ["U", OTHERS, "Two of the four", "also insist that the rest is zero."],
+  ["O", OTHERS, "Four public loaders", "keep the first 96 entries and leave the rest."],
+  ["O", OTHERS, "Two of the four", "also insist that the rest is zero."],
   ["D", OURS, "k3ray", "keeps one entry a head and refuses the checkpoint when an entry beyond them is not zero, or when there are fewer entries than heads: then the numbers are not one a head, and taking the first would be a guess. It splits work by heads, never by the stored length."],
 ];
 
@@ -72,18 +72,15 @@ function aLogAudit(snapshot) {
   if (!sizes && !statements.length) return element("p", { class: "empty" }, "The snapshot says nothing about A_log.");
   const main = statements.filter((statement) => statement.main);
   const rest = statements.filter((statement) => !statement.main);
-  const lists = [main, rest].map((list, index) => {
-    if (!list.length) return null;
-    const made = statementList(list, index ? "More about A_log" : "A_log, main statement");
-    if (index === 0) made.classList.add("large");
-    return made;
-  });
+  const large = statementList(main, "A_log, main statement");
+  large.classList.add("large");
   return element(
     "section",
     { class: "block a-log" },
     element("h3", {}, "A_log: one number a head, stored at another length"),
     element("p", { class: "lead" }, "A_log sets how fast each KDA head forgets. The code indexes it by head; read by channel instead, the model stays fluent and is wrong."),
-    element("div", { class: "a-log-main" }, sizes && aLogPicture(sizes), element("div", {}, lists)),
+    element("div", { class: "a-log-main" }, sizes && aLogPicture(sizes), main.length > 0 && element("div", {}, large)),
+    rest.length > 0 && statementList(rest, "More about A_log"),
     aLogReaders(),
   );
 }

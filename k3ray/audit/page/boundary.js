@@ -28,14 +28,19 @@ function boundaryRow(owned, who, what, where, value, note, attributes, standing)
   );
 }
 
+// A figure stands out; a sentence in its place does not.
+function figure(text) {
+  return element(text.length <= 24 ? "b" : "span", {}, text);
+}
+
 function statementBoundaryRow(statement) {
   return boundaryRow(
     statement.by === OURS,
     statement.by === OURS ? "k3ray" : "others",
     statement.subject,
     statement.source || NOT_KNOWN,
-    element("b", {}, statement.found),
-    statement.expected ? `expected ${statement.expected}` : "",
+    figure(statement.found),
+    statement.expected && ["expected ", element("span", { class: statement.expected.length <= 24 ? "nowrap" : null }, statement.expected)],
     evidence(statement.kind, statement.by, statement.agrees),
     [badge(statement.kind), " ", owner(statement.by), " ", verdict(statement.agrees)],
   );
@@ -47,10 +52,10 @@ function recordedRow(row) {
     row.who,
     row.what,
     row.where || NOT_KNOWN,
-    [element("b", {}, row.value), row.unit && ` ${row.unit}`],
+    [figure(row.value), row.unit && ` ${row.unit}`],
     row.note,
     { ...evidence("", OTHERS) },
-    owner(OTHERS),
+    owner(row.who.startsWith("k3ray") ? `recorded by ${row.who}` : OTHERS),
   );
 }
 
@@ -72,9 +77,7 @@ function boundaryView(snapshot) {
   const ours = settled.filter(({ by }) => by === OURS);
   const theirs = settled.filter(({ by }) => by !== OURS);
   const unresolved = snapshot.statements.filter(({ kind }) => kind === "U");
-  const recorded = [...snapshot.recorded].sort((a, b) => (a.who < b.who ? -1 : a.who > b.who ? 1 : 0));
   const open = statementList(unresolved, "Unresolved", ({ view }) => view !== "boundary");
-  open.classList.add("large");
   return [
     element("section", { class: "block" }, boundaryMatrix(snapshot)),
     element(
@@ -85,7 +88,7 @@ function boundaryView(snapshot) {
       unresolved.length ? open : element("p", { class: "empty" }, "Nothing is left open."),
     ),
     boundaryTable("Done here", "Computed or compared by k3ray on the machine that made this snapshot.", ours.map(statementBoundaryRow)),
-    boundaryTable("Recorded by others", "Their figures under their conditions, quoted. k3ray has not repeated them, and they do not compare across machines.", [...theirs.map(statementBoundaryRow), ...recorded.map(recordedRow)]),
+    boundaryTable("Recorded, not measured by this audit", "Figures as recorded, under their conditions. This audit has not repeated them, and they do not compare across machines.", [...theirs.map(statementBoundaryRow), ...snapshot.recorded.map(recordedRow)]),
     sourceFiles(snapshot.source),
   ];
 }

@@ -8,7 +8,7 @@ const EVIDENCE = {
   D: { word: "derived", meaning: "follows by a rule from what was observed", shape: ["path", { d: "M8 1 15 14.5H1Z" }] },
   X: { word: "executed", meaning: "computed on the machine that made this", shape: ["path", { d: "M8 .5 15.5 8 8 15.5 .5 8Z" }] },
   S: { word: "synthetic", meaning: "measured on made-up inputs", shape: ["path", { d: "M4 1.5h8L15.5 8 12 14.5H4L.5 8Z" }] },
-  U: { word: "unresolved", meaning: "open, or not checked here", shape: ["rect", { x: 2, y: 2, width: 12, height: 12, class: "open" }] },
+  U: { word: "unresolved", meaning: "open: not settled here", shape: ["rect", { x: 2, y: 2, width: 12, height: 12, class: "open" }] },
 };
 
 function mark(kind) {

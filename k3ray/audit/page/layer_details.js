@@ -18,7 +18,7 @@ function opening(bankSize) {
   const before = bankSize === 1
     ? "Opens the first block: attention reads the embedding itself, which becomes the first finished vector."
     : `Opens the block: attention reads ${plural(bankSize - 1, "finished vector")} mixed with the running sum, which then becomes another.`;
-  return `${before} A new sum begins, and the feed-forward mixes it with all ${count(bankSize)}.`;
+  return `${before} A new sum begins, and the feed-forward mixes it with ${bankSize === 1 ? "that vector" : `all ${count(bankSize)}`}.`;
 }
 
 function layerDetails(layers, index, blocks) {

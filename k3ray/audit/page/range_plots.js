@@ -2,11 +2,11 @@
 
 const POINTS = [["minimum", "min"], ["p10", "p10"], ["median", "median"], ["p90", "p90"], ["maximum", "max"]];
 
-// Rows of the same parameter share one axis, so that layers compare.
+// Rows of the same parameter share one axis, so that layers compare, and ours with those recorded elsewhere.
 function statisticGroups(rows) {
   const groups = new Map();
   for (const row of rows) {
-    const key = row.subject.replace(/\b(layer|shard|block) \d+\b ?/gi, "").trim() || row.subject;
+    const key = row.subject.replace(/^[^:]*: /, "").replace(/\b(layer|shard|block) \d+\b ?/gi, "").trim() || row.subject;
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(row);
   }

@@ -16,7 +16,7 @@ function statementItem(statement, repeated = false) {
     element(
       "dl",
       { class: compared ? "comparison" : "comparison single" },
-      element("div", { class: "found" }, element("dt", {}, "found"), element("dd", {}, statement.found || "nothing")),
+      element("div", { class: "found" }, element("dt", {}, statement.kind === "U" ? "so far" : "found"), element("dd", {}, statement.found || "nothing")),
       compared && element("div", {}, element("dt", {}, "expected"), element("dd", {}, statement.expected)),
     ),
     statement.source && element("p", { class: "source" }, element("span", {}, "source "), statement.source),
