@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import ray
+from ray._private import state as ray_state
 
 from k3ray.kernels.compile import compile_all
 from k3ray.workers.expert_fanout import RemoteExperts
 from k3ray.workers.experts import ExpertStore
 from k3ray.workers.failure import Failure
+from k3ray.workers.fence import Fence
 from k3ray.workers.held_snapshot import SnapshotChunk, SnapshotPlace
 from k3ray.workers.hop_address import DoorAddress
 from k3ray.workers.hop_door import HopDoor
@@ -90,6 +92,12 @@ class ShardDoor:
             raise ShardGone(str(error)) from None
 
 
+def _is_given_up() -> bool:
+    """Whether Ray's head takes this actor for dead."""
+    found = ray_state.actors(ray.get_runtime_context().get_actor_id())
+    return bool(found.get("State") == "DEAD")
+
+
 class LayerStageActor:
     """A LayerStage in its own process."""
 
@@ -100,10 +108,13 @@ class LayerStageActor:
         self._hops = HopCounts()
         self._spec: StageSpec | None = None
         self._memory = OwnMemory()
+        self._fence = Fence(_is_given_up)
 
     def load(self, spec: StageSpec, shards: Sequence[Any]) -> ProcessReport:
         """Compile the kernels or take them from the cache, and load the stage; shards are actor handles."""
         self._memory.watch()
+        if spec.node_id is not None:
+            self._fence.begin()
         if self._parts is not None:
             self._parts.close()
         note, kernels = bind_process(spec.numa, spec.cores, spec.numa_bytes), compile_all()
@@ -199,6 +210,7 @@ class ExpertShardActor:
         self._door: HopDoor | None = None
         self._ports: tuple[int, int] | None = None
         self._memory = OwnMemory()
+        self._fence = Fence(_is_given_up)
 
     def load(self, spec: ShardSpec, ports: tuple[int, int] | None = None) -> ProcessReport:
         """Compile the kernels or take them from the cache, and open the shard's cache.
@@ -207,6 +219,8 @@ class ExpertShardActor:
         """
         self._ports = ports
         self._memory.watch()
+        if spec.node_id is not None:
+            self._fence.begin()
         if self._store is not None:
             self._store.close()
         if self._door is not None:
