@@ -24,6 +24,7 @@ DT_BIAS = "self_attn.dt_bias"
 ROUTER = "block_sparse_moe.gate.weight"
 ROUTER_BIAS = "block_sparse_moe.gate.e_score_correction_bias"
 DEFAULT_SHARE = 0.01  # of the files' bytes, all that is fetched included; over a network, and unless layers are named
+_DTYPES = ("F32", "BF16")  # of another one, which disagrees, no statistics are made
 RECORDED_LAYERS = (1, 2)  # whose values others have recorded
 
 Progress = Callable[[int, int], None]
@@ -97,7 +98,11 @@ def choose_tensors(artifact: Artifact, layers: Sequence[int]) -> list[Chosen]:
 
     def there(numbers: Iterable[int], short: str) -> list[Chosen]:
         named = [(layer, artifact.find(shapes.layer_name(artifact.prefix, layer, short))) for layer in numbers]
-        return [Chosen(layer, short, entry) for layer, entry in named if entry is not None and entry.nbytes]
+        return [
+            Chosen(layer, short, entry)
+            for layer, entry in named
+            if entry is not None and entry.nbytes and entry.dtype in _DTYPES
+        ]
 
     routing = [layer for layer in layers if config.is_moe(layer)]
     return [

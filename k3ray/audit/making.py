@@ -35,11 +35,12 @@ class AuditOptions:
 def make_audit(
     files: SourceFiles,
     options: AuditOptions = AuditOptions(),
-    executed: Sequence[Statement] = (),
+    execute: Callable[[], Sequence[Statement]] = tuple,
     progress: Progress = lambda doing, done, total: None,
 ) -> Snapshot:
-    """Audit a checkpoint; raises what its readers refuse. executed: of kind X, what ran here (executed.py).
+    """Audit a checkpoint; raises what its readers refuse.
 
+    execute: runs what is to run here, once everything is read, and gives its statements, of kind X (executed.py).
     progress: told (what is being done, steps or bytes done, in all).
     """
     artifact = open_artifact(files, lambda done, total: progress("headers", done, total))
@@ -58,7 +59,7 @@ def make_audit(
         *parameter_statements(artifact, kinds, values),
         *compare_recorded(artifact.config, rows),
         _probe_statement(probe, options),
-        *_executed(executed),
+        *_executed(execute()),
         *unresolved_statements(),
     ]
     return Snapshot(

@@ -121,7 +121,8 @@ def _vision_rules(sizes: dict[str, int], merged: int) -> Iterator[Rule]:
     yield Rule("vision_tower.patch_embed.pos_emb.weight", VISION, ("BF16", positions), None, 1)
     yield Rule("vision_tower.encoder.final_layernorm.weight", VISION, ("BF16", (width,)), None, 1)
     merged_width, text = sizes["mm_hidden_size"] * merged, sizes["text_hidden_size"]
-    for number, rows in ((0, merged_width), (2, text)):
-        name = f"mm_projector.proj.{PLACE}.weight"
-        yield Rule(name, PROJECTOR, ("BF16", (rows, merged_width)), (number,), 1)
+    # one rule for each dtype and shape: a small model's two projections may be of one
+    for rows in dict.fromkeys((merged_width, text)):
+        numbers = tuple(number for number, height in ((0, merged_width), (2, text)) if height == rows)
+        yield Rule(f"mm_projector.proj.{PLACE}.weight", PROJECTOR, ("BF16", (rows, merged_width)), numbers, 1)
     yield Rule("mm_projector.post_norm.weight", PROJECTOR, ("BF16", (text,)), None, 1)

@@ -37,6 +37,8 @@ def statistic_rows(artifact: Artifact, values: Values) -> tuple[StatisticRow, ..
         bias = values.widened(layer, ROUTER_BIAS)
         rows.append(_row(artifact, f"layer {layer} router correction bias", layer, ROUTER_BIAS, bias, {}))
     for layer in values.layers_of(ROUTER):
+        if values.arrays[layer, ROUTER].ndim != 2:
+            continue
         norms = row_norms(values.widened(layer, ROUTER))
         extra = {}
         if (layer, ROUTER_BIAS) in values.arrays:
@@ -54,7 +56,7 @@ def row_norms(matrix: Doubles) -> Doubles:
 
 def pearson(first: Doubles, second: Doubles) -> float | None:
     """Pearson's correlation; None where it is not defined: other lengths, or one of them constant or not finite."""
-    if first.shape != second.shape:
+    if first.shape != second.shape or not (np.isfinite(first).all() and np.isfinite(second).all()):
         return None
     one, other = first - first.mean(), second - second.mean()
     scale = float(np.sqrt(one @ one) * np.sqrt(other @ other))

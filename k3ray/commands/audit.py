@@ -59,7 +59,8 @@ def run(request: AuditRequest) -> None:
     threads = (environment.threads or default_threads()) if request.probe else 0
     with _opened(request.source, environment) as files:
         say(f"auditing {files.address} ({files.kind})")
-        snapshot = make_audit(files, AuditOptions(request.layers, threads), _executed(files), _Progress().update)
+        options = AuditOptions(request.layers, threads)
+        snapshot = make_audit(files, options, lambda: _executed(files), _Progress().update)
     written = []
     if request.out is not None:
         write_file(request.out, encode_snapshot(snapshot))

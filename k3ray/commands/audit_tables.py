@@ -46,9 +46,16 @@ def _statements(title: str, statements: Iterable[Statement]) -> Table:
         found = statement.found
         if statement.expected and statement.expected != found:
             found += f"\nexpected: {statement.expected}"
-        # Text: names and messages come from files of others, and may look like markup
-        table.add_row(statement.kind, Text(statement.subject), Text(found), _MARKS[statement.agrees])
+        table.add_row(statement.kind, _plain(statement.subject), _plain(found), _MARKS[statement.agrees])
     return table
+
+
+def _plain(text: str) -> Text:
+    """Text of others' as it is, neither markup nor able to steer the terminal."""
+    lines = (
+        "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in line) for line in text.split("\n")
+    )
+    return Text("\n".join(lines))
 
 
 def _statistics(rows: Iterable[StatisticRow]) -> Table:
@@ -59,7 +66,7 @@ def _statistics(rows: Iterable[StatisticRow]) -> Table:
     table.add_column("by")
     for row in rows:
         figures = [_figure(value) for value in (row.median, row.p10, row.p90, row.minimum, row.maximum)]
-        table.add_row(row.letter, Text(row.subject), f"{row.count:,}", *figures, Text(_further(row.extra)), row.by)
+        table.add_row(row.letter, _plain(row.subject), f"{row.count:,}", *figures, _plain(_further(row.extra)), row.by)
     return table
 
 
