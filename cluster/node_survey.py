@@ -18,7 +18,7 @@ from k3ray.cluster.roots_file import RootsMap
 from k3ray.cluster.strict_toml import TomlFailure
 from k3ray.cluster.topology import NodeFacts
 
-RAY_DECIDES = "what Ray has left for actors there; `ray start --memory=BYTES` gives it more"
+RAY_DECIDES = "Ray: its --memory, less what runs hold"
 ANSWER_S = 120.0  # a node may have to build its index first
 
 

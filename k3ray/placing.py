@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from k3ray.cluster.budget_plan import gigabytes
 from k3ray.cluster.node_survey import survey
 from k3ray.cluster.placed_budget import PlacedBudget
 from k3ray.cluster.placed_plan import check_nodes, nodes_of, placed_plan
@@ -124,11 +125,35 @@ def place_run(
             )
         layout = plan_layout(config, placement.chunk_bytes)
     else:
-        nodes = _usable(verdicts, say)
-        layout = _layout(config, nodes)
-        placement = place(config, layout, nodes, _wishes(wish, positions))
+        usable = _usable(verdicts, say)
+        layout = _layout(config, usable)
+        placement, nodes = _place_what_fits(config, layout, usable, _wishes(wish, positions), say)
         check_nodes(placement, nodes)
     return Placed(placement, tuple(nodes), layout, placed_plan(placement, nodes, checkpoint, joined))
+
+
+def _place_what_fits(
+    config: ModelConfig, layout: TapeLayout, usable: Sequence[NodeFacts], wishes: ClusterWishes, say: Say
+) -> tuple[Placement, list[NodeFacts]]:
+    """Place the model, leaving out the nodes with least memory while it does not go otherwise; never this host.
+
+    Raises what all nodes together were refused for.
+    """
+    nodes, first = list(usable), None
+    while True:
+        try:
+            placement = place(config, layout, nodes, wishes)
+            break
+        except PlacementFailure as failure:
+            first = first or failure
+            others = [node for node in nodes if not node.driver]
+            if len(nodes) == 1 or not others:
+                raise first from None
+            nodes.remove(min(others, key=lambda node: node.available_bytes))
+    for node in usable:
+        if node not in nodes:
+            say(f"{node.name}: left out: {gigabytes(node.available_bytes)} there are too few for a part of this model")
+    return placement, nodes
 
 
 def _usable(verdicts: Sequence[Verdict], say: Say) -> list[NodeFacts]:
