@@ -264,7 +264,8 @@ def serving(hub: LocalHub) -> Iterator[LocalHub]:
     for handler in (_Api, _Content):
         bound = type(handler.__name__, (handler,), {"hub": hub})
         servers.append(_Server(("127.0.0.1", 0), bound))
-    hub.endpoint, hub.content = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
+    ports = [server.server_address[1] for server in servers]
+    hub.endpoint, hub.content = f"http://127.0.0.1:{ports[0]}", f"http://localhost:{ports[1]}"  # two hosts by name
     threads = [threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True) for server in servers]
     for thread in threads:
         thread.start()

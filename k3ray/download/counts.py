@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 
 
@@ -20,17 +19,6 @@ class Reached:
     again: int
     files_done: int
     num_files: int
-    seconds: float
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes that arrived a second, over the whole run."""
-        return self.fetched / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Time to the end at this rate; None before anything has arrived."""
-        return (self.of - self.here) / self.bytes_per_s if self.fetched and self.seconds > 0 else None
 
 
 class Counts:
@@ -39,7 +27,6 @@ class Counts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._here = self._of = self._fetched = self._again = self._done = self._files = 0
-        self._start = time.monotonic()
 
     def expect(self, files: int, total: int, here: int) -> None:
         """Add files to the work, of which some bytes are here already."""
@@ -77,5 +64,4 @@ class Counts:
     def reached(self) -> Reached:
         """How far it is."""
         with self._lock:
-            seconds = time.monotonic() - self._start
-            return Reached(self._here, self._of, self._fetched, self._again, self._done, self._files, seconds)
+            return Reached(self._here, self._of, self._fetched, self._again, self._done, self._files)

@@ -18,7 +18,7 @@ from k3ray.download.hub import Hub, HubFile, HubRefused, Listing
 from k3ray.download.patience import Patience
 from k3ray.download.record import Record, new_record, read_record, write_record
 from k3ray.download.revision import DownloadFailed, check_published, find_record, patiently
-from k3ray.download.selection import ShardMap, all_shards, index_names, map_shards, small_files
+from k3ray.download.selection import CONFIG, TOKENIZER, ShardMap, all_shards, index_names, map_shards, small_files
 from k3ray.download.stream import Line, new_client
 from k3ray.download.workplace import Workplace, occupied
 from k3ray.workers.checkpoint.index_file import read_index_file
@@ -67,7 +67,8 @@ def download(wish: Wish, hub: Hub, patience: Patience, say: Say, look: Look) -> 
     """Make the wish true in the folder. Raises HubRefused, RecordError, NoSpace, DownloadBusy, DownloadFailed, ..."""
     with occupied(wish.directory, "DIR") as workplace, new_client(patience.stall_s, wish.workers) as client:
         line = Line(hub, client, patience.stall_s)
-        record = find_record(wish.repository, wish.revision, workplace, line, patience, say)
+        own = TOKENIZER if wish.tokenizer_only else (CONFIG,)
+        record = find_record(wish.repository, wish.revision, own, workplace, line, patience, say)
         return _Work(wish, workplace, line, patience, record, say, look).run()
 
 
@@ -76,7 +77,7 @@ def fetch_again(
 ) -> int:
     """Prove these files against the listing and fetch what is wrong of them; returns the bytes that arrived."""
     with occupied(directory, "DIR") as workplace, new_client(patience.stall_s, 4) as client:
-        record = read_record(workplace.directory) or new_record(listing)
+        record = read_record(workplace.directory) or replace(new_record(listing), wanted=frozenset(listing.names))
         wish = Wish(directory, listing.repository)
         work = _Work(wish, workplace, Line(hub, client, patience.stall_s), patience, record, say, look)
         work.fetch(sorted(names), prove=True)

@@ -45,7 +45,7 @@ def read_known(directory: Path, listing: Listing | None = None) -> Known:
     record = read_record(directory)
     release = read_release()
     released = is_released(release, config, index)
-    files = dict(record.files if record is not None else listing.files if listing is not None else {})
+    files = _files(record, listing)
     sizes, sizes_from = _sizes(directory, files, record, listing, release.sizes if released else {})
     stated = frozenset(index.shard_names) if index is not None else frozenset(sizes)
     wanted = record.wanted & stated if record is not None else frozenset()
@@ -84,6 +84,13 @@ def _index(directory: Path) -> tuple[IndexFile | None, str | None, str | None]:
         return read_index_file(path), path.name, None
     except IndexFileError as error:
         return None, path.name, str(error)
+
+
+def _files(record: Record | None, listing: Listing | None) -> dict[str, HubFile]:
+    """What is known with checksums: of a download only what it was asked for, for the rest may be another model's."""
+    if record is not None:
+        return {name: file for name, file in record.files.items() if name in record.wanted}
+    return dict(listing.files) if listing is not None else {}
 
 
 def _sizes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from k3ray.download.answers import Transient
@@ -13,7 +13,6 @@ from k3ray.download.hub import COMMIT, Hub, HubFile, HubRefused, Listing
 from k3ray.download.patience import Patience
 from k3ray.download.record import Record, RecordError, new_record, read_record
 from k3ray.download.release import read_release
-from k3ray.download.selection import CONFIG
 from k3ray.download.stream import Line
 from k3ray.download.workplace import Workplace
 from k3ray.workers.failure import Failure
@@ -27,11 +26,18 @@ class DownloadFailed(Failure):
 
 
 def find_record(
-    repository: str | None, revision: str | None, workplace: Workplace, line: Line, patience: Patience, say: Say
+    repository: str | None,
+    revision: str | None,
+    own: Iterable[str],
+    workplace: Workplace,
+    line: Line,
+    patience: Patience,
+    say: Say,
 ) -> Record:
     """The folder's record, or a new one from the hub; raises RecordError rather than mix two revisions.
 
-    Without a repository and a revision: what the folder has already, else the release and its pinned commit.
+    Without a repository and a revision: what the folder has already, else the release and its pinned commit. own: files
+    that tell, in a folder without a record, whether it holds another model.
     """
     release = read_release()
     record = read_record(workplace.directory)
@@ -58,7 +64,7 @@ def find_record(
             f"or go on with --revision {record.commit}"
         )
     if record is None:
-        _check_foreign(workplace, listing)
+        _check_foreign(workplace, listing, own)
     check_published(repository, listing.commit, listing.files, line.hub)
     return record or new_record(listing)
 
@@ -81,14 +87,15 @@ def patiently(line: Line, patience: Patience, say: Say, question: Callable[[], A
     raise AssertionError("attempts is at least 1")
 
 
-def _check_foreign(workplace: Workplace, listing: Listing) -> None:
+def _check_foreign(workplace: Workplace, listing: Listing, own: Iterable[str]) -> None:
     """Refuse a folder with another model in it: its files would be replaced."""
-    path, file = workplace.final(CONFIG), listing.files.get(CONFIG)
-    if file is not None and path.is_file() and hash_file(path, file.checksum) != file.checksum.value:
-        raise RecordError(
-            f"{path}: is not the config.json of {listing.repository} at {listing.commit}: this folder holds another "
-            "model or revision; name another folder, or remove this file if the shards beside it are to be replaced"
-        )
+    for name in own:
+        path, file = workplace.final(name), listing.files.get(name)
+        if file is not None and path.is_file() and hash_file(path, file.checksum) != file.checksum.value:
+            raise RecordError(
+                f"{path}: is not the {name} of {listing.repository} at {listing.commit}: this folder holds another "
+                "model or revision; name another folder, or remove this file if what is beside it is to be replaced"
+            )
 
 
 def check_published(repository: str, commit: str, files: dict[str, HubFile], hub: Hub) -> None:

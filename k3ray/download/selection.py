@@ -15,7 +15,7 @@ from k3ray.workers.failure import Failure
 CONFIG = "config.json"
 TOKENIZER = ("tiktoken.model", "tokenizer_config.json")
 _OPTIONAL = ("generation_config.json",)
-_LAYERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_LAYERS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
 class SelectionError(Failure):

@@ -34,8 +34,10 @@ def verify(directory: Path, deep: bool, listing: Listing | None, look: Look) -> 
     here = _shards_here(workplace.directory)
     known = read_known(workplace.directory, listing)
     reading = _Reading(look, sum(here.values()))
-    shards = _prove_shards(workplace, here, known, reading)
-    findings = [*_small_files(known), *_sizes(here, known), *_contents(workplace, shards, known)]
+    foreign = _foreign(here, known)
+    shards = _prove_shards(workplace, {name: here[name] for name in here if name not in foreign}, known, reading)
+    sizes = _sizes(here, foreign, known)
+    findings = [*_small_files(known), *sizes, *_contents(workplace, shards, known, sizes[0].status != FAIL)]
     findings.append(prove_vocabulary(workplace, known))
     checksums, proven = _checksums(workplace, here, known, findings, deep, reading)
     return Verdict(str(directory), (*findings, checksums), known.partial, frozenset(proven))
@@ -115,15 +117,18 @@ def _small_files(known: Known) -> list[Finding]:
     return findings
 
 
-def _sizes(here: dict[str, int], known: Known) -> list[Finding]:
+def _foreign(here: dict[str, int], known: Known) -> list[str]:
+    """The shards in the folder that are none of this checkpoint's, where it is known which are."""
+    stated = {*known.expected, *(known.index.shard_names if known.index is not None else ())}
+    return [name for name in here if name not in stated] if stated else []
+
+
+def _sizes(here: dict[str, int], foreign: list[str], known: Known) -> list[Finding]:
     """How many shards, each one's size, and the total."""
     expected = known.expected or frozenset(here)
     missing = sorted(expected - set(here))
     problems = [Problem(name, "is missing") for name in missing]
-    stated = known.expected or known.sizes
-    outside = {*expected, *(known.index.shard_names if known.index is not None else ())}
-    extra = [name for name in here if stated and name not in outside]
-    problems += [Problem(name, "is no shard of this checkpoint: move it away", refetch=False) for name in extra]
+    problems += [Problem(name, "is no shard of this checkpoint: move it away", refetch=False) for name in foreign]
     if not here:
         problems = problems or [Problem(f"*{SUFFIX}", "there is no shard here", refetch=False)]
     detail = f"{len(set(here) & expected)} of {len(expected)}" + (f" ({known.partial})" if known.partial else "")
@@ -144,8 +149,8 @@ def _sizes(here: dict[str, int], known: Known) -> list[Finding]:
     return [count, sizes, Finding("total size", FAIL if total != due else "pass", text)]
 
 
-def _contents(workplace: Workplace, shards: list[ShardProof], known: Known) -> list[Finding]:
-    """Headers, the index against them, the text model's tensors, NaN scales."""
+def _contents(workplace: Workplace, shards: list[ShardProof], known: Known, whole: bool) -> list[Finding]:
+    """Headers, the index against them, the text model, NaN scales. whole: all shards are here, and no other."""
     tensors = sum(proof.num_tensors for proof in shards)
     headers = finding(
         "headers", f"{len(shards)} shards, {tensors:,} tensors", [p for proof in shards for p in proof.header]
@@ -159,18 +164,19 @@ def _contents(workplace: Workplace, shards: list[ShardProof], known: Known) -> l
     scales = sum(proof.scales for proof in shards)
     nan = [problem for proof in shards for problem in proof.nan]
     nan_detail = f"{scales:,} scale tensors without a NaN" if not nan else f"{scales:,} scale tensors"
-    bound = _bound(workplace, known, headers.status == FAIL or index.status == FAIL, {proof.name for proof in shards})
+    sound = whole and FAIL not in (headers.status, index.status)
+    bound = _bound(workplace, known, sound)
     return [headers, index, bound, finding("NaN scales", nan_detail, nan)]
 
 
-def _bound(workplace: Workplace, known: Known, broken: bool, here: set[str]) -> Finding:
+def _bound(workplace: Workplace, known: Known, sound: bool) -> Finding:
     """Whether the text model that the config describes is all there, in its shapes."""
     check = "text model"
     if known.config is None:
         return unchecked(check, "there is no config that can be read")
     if known.partial is not None:
         return unchecked(check, f"part of it is here: {known.partial}")
-    if broken or not here or not known.expected <= here:
+    if not sound:
         return unchecked(check, "the shards are to be put right first")
     try:
         binding = bind(known.config, open_index(workplace.directory))
