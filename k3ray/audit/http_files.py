@@ -26,7 +26,6 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _NONE = re.compile(r"bytes \*/(\d+)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-Progress = Callable[[int], None]
 Result = TypeVar("Result")
 
 
@@ -44,10 +43,10 @@ class HttpFiles:
         address: str,
         token: str | None = None,
         hub: str = HUB,
-        progress: Progress = lambda count: None,
         waits_s: tuple[float, ...] = WAITS_S,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Nothing is asked of the server yet. token: of the hub at `hub`. progress: told of bytes as they arrive."""
+        """Nothing is asked of the server yet. token: of the hub at `hub`. say: told of tries that are repeated."""
         parsed = parse_address(address)
         self.address = parsed.base
         self.ledger = Ledger()
@@ -58,7 +57,7 @@ class HttpFiles:
         self._named_revision = parsed.revision
         self._commits: set[str] = set()
         self._tags: dict[str, str] = {}
-        self._progress = progress
+        self._say = say
         self._waits_s = waits_s
         self._client = httpx.Client(follow_redirects=False, timeout=TIMEOUT)
 
@@ -160,7 +159,6 @@ class HttpFiles:
         for piece in answer.iter_raw():
             count += len(piece)
             self.ledger.count_bytes(name, len(piece))
-            self._progress(len(piece))
             if count > limit:
                 raise self._error(name, f"a body of more than {limit} bytes", f"at most {limit}")
             pieces.append(piece)
@@ -179,6 +177,7 @@ class HttpFiles:
                 if (wait := next(waits, None)) is None:
                     tries = len(self._waits_s) + 1
                     raise self._error(name, f"{reason}, {tries} times", "the asked bytes: try later") from None
+                self._say(f"{name}: {reason}; trying again in {wait:g} s")
                 time.sleep(wait)
 
     @contextmanager

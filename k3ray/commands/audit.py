@@ -85,7 +85,7 @@ def _opened(source: str | None, environment: Environment) -> Iterator[SourceFile
     if source is None or "://" not in source:
         yield DirectoryFiles(Path(source) if source is not None else find_model(None, None, environment).model_dir)
         return
-    files = HttpFiles(source, environment.hf_token, environment.hf_endpoint or HUB)
+    files = HttpFiles(source, environment.hf_token, environment.hf_endpoint or HUB, say=say)
     try:
         yield files
     finally:

@@ -278,8 +278,11 @@ def test_a_repository_that_moves_is_refused(server: RangeServer) -> None:
 
 
 def test_no_server_at_all(server: RangeServer) -> None:
-    address = server.address
-    assert "no connection, 3 times" in refusal(address.rsplit(":", 1)[0] + ":9")
+    said: list[str] = []
+    nobody = HttpFiles(server.address.rsplit(":", 1)[0] + ":9", waits_s=(0.0, 0.0), say=said.append)
+    with closing(nobody), pytest.raises(Failure, match="no connection, 3 times"):
+        nobody.read(SHARD, 0, 8)
+    assert said == [f"{SHARD}: no connection; trying again in 0 s"] * 2
 
 
 @pytest.mark.parametrize(
