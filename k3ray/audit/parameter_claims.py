@@ -21,6 +21,7 @@ def parameter_statements(artifact: Artifact, rows: Sequence[KindRow], values: Va
     subject = "where A_log is used"
     found = [
         *_a_log_shape(artifact, rows),
+        *_a_log_bytes(artifact, rows),
         said("a_log.rule", "parameters", "D", subject, _RULE, "the model's formulas, docs/model.md"),
     ]
     if values is None:
@@ -53,6 +54,20 @@ def _a_log_shape(artifact: Artifact, rows: Sequence[KindRow]) -> list[Statement]
             compared(id, "parameters", "O", subject, f"{stored}: one a head", f"{stored}: one a head", source, True)
         ]
     return [said(id, "parameters", "O" if by_headers else "D", subject, found, source, expected, main=True)]
+
+
+def _a_log_bytes(artifact: Artifact, rows: Sequence[KindRow]) -> list[Statement]:
+    """Without headers: that the index's total closes with the stored length, and not with one entry a head."""
+    heads = artifact.config.kda_num_heads
+    mine = [row for row in rows if row.kind.endswith(f".{shapes.A_LOG}") and row.entries]
+    total = sum(row.bytes or 0 for row in rows)
+    stated = artifact.stated.stated_bytes if artifact.stated is not None else None
+    spare = sum(4 * row.entries * (row.shape[0] - heads) for row in mine if len(row.shape) == 1)
+    if artifact.index.has_shapes or stated != total or not spare:
+        return []
+    found = f"with {list(mine[0].shape)} they are total_size to the byte; with [{heads}], {number(spare)} bytes fewer"
+    subject = "the rules' bytes of all tensors, by the length of A_log"
+    return [said("a_log.bytes", "parameters", "D", subject, found, "the index file's total_size against the rules")]
 
 
 def _unread_tail(why: str) -> Statement:

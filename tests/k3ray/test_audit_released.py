@@ -128,6 +128,8 @@ def test_counts_are_observed_and_shapes_derived(audit: Snapshot) -> None:
     assert "[128]" in shape.found
     assert "[96]" in shape.expected
     assert statement(audit, "a_log.tail").kind == "U"
+    # 69 layers x 32 entries x 4 bytes: the published total itself says that 128 are stored
+    assert "with [96], 8,832 bytes fewer" in statement(audit, "a_log.bytes").found
     assert audit.probe is None
     assert {row.by for row in audit.statistics} == {"recorded by others"}
 
