@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ LEAN = (
     *("--disable-usage-stats", "--include-log-monitor=false", "--log-style=record"),
 )
 START_S = 90.0
+LEAVE_S = 20.0
 
 
 class RayHosts(Hosts):
@@ -63,6 +65,15 @@ class RayHosts(Hosts):
         target.mkdir(exist_ok=True)
         shutil.copy(self.head.home / ".ray" / "auth_token", target / "auth_token")
         return self._ray(host, ["start", f"--address={self.ray_address}", *LEAN], environment)
+
+    def leave_ray(self, host: Host) -> None:
+        """Take a host out of the cluster in order, as `ray stop` there would, and end it."""
+        (raylet,) = (pid for pid, line in self.processes(host).items() if "/raylet/raylet " in line)
+        self.run(host, ["kill", "-TERM", str(raylet)])
+        deadline = time.monotonic() + LEAVE_S
+        while raylet in self.processes(host) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.kill(host)
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """What commands in the hosts see: no compiled kernel is compiled again, and Ray asks for tokens."""

@@ -18,7 +18,7 @@ from k3ray.cluster.seats import ClusterWishes, PlacementFailure
 from k3ray.cluster.topology import NodeFacts
 from k3ray.cluster.wishes import merge_wishes
 from k3ray.commands.budget import read_layout, wide_console
-from k3ray.commands.nodes import print_nodes, speeds_text
+from k3ray.commands.nodes import speeds_text
 from k3ray.commands.terminal import say
 from k3ray.environment import Environment, read_environment
 from k3ray.model_source import find_model
@@ -117,15 +117,16 @@ def _nodes(
     tape: Path | None,
     measure: bool,
 ) -> list[NodeFacts]:
-    """The described nodes, or those at hand that can take part; those that cannot are shown."""
+    """The described nodes, or those at hand that can take part; those that cannot are named."""
     if cluster is not None:
         if roots is not None or measure:
             raise PlacementFailure("--cluster describes machines that need not exist: leave out --roots and --measure")
         return read_cluster(cluster, config.num_hidden_layers)
     nodes = find_nodes(environment, model_dir, tape, roots, measure)
     say(nodes.described)
-    if len(nodes.usable) < len(nodes.verdicts):
-        print_nodes(nodes.verdicts)
+    for one in nodes.verdicts:
+        if not one.usable:
+            say(f"{one.node.name}: left out: {'; '.join(one.reasons)}")
     if not nodes.usable:
         reasons = "; ".join(f"{one.node.name}: {one.reasons[0]}" for one in nodes.verdicts)
         raise PlacementFailure(f"no node can take part: {reasons}; or describe a cluster with --cluster")
