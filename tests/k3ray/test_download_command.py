@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.k3ray.test_download_faults import assert_asks_for_nothing_proven, assert_exact, journalled, wanted
+from tests.downloads import assert_asks_for_nothing_proven, assert_exact, journalled, wanted
 from tests.local_hub import Asked, Fault, LocalHub, serving
 
 TOKEN = "hf_ThisIsTheTokenThatNothingShows"
