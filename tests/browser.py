@@ -38,10 +38,14 @@ const light = ([r, g, b]) => {
   return 0.2126 * x + 0.7152 * y + 0.0722 * z;
 };
 const over = (top, under) => [0, 1, 2].map((i) => top[i] * top[3] + under[i] * (1 - top[3]));
+const grounds = new Map();
 const ground = (node) => {
-  const own = channels(getComputedStyle(node).backgroundColor);
-  if (own[3] === 1) return own;
-  return over(own, node.parentElement ? ground(node.parentElement) : [255, 255, 255]);
+  if (!node) return [255, 255, 255];
+  if (!grounds.has(node)) {
+    const own = channels(getComputedStyle(node).backgroundColor);
+    grounds.set(node, own[3] === 1 ? own : over(own, ground(node.parentElement)));
+  }
+  return grounds.get(node);
 };
 const low = [];
 const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);

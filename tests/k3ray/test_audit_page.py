@@ -262,6 +262,9 @@ def test_another_checkpoint(browser: Browser, page_folder: Path, sample: Snapsho
     browser.open(write_page(page_folder / "small.html", replace(sample, layers=layers, kinds=kinds)))
     browser.run("document.querySelector('.layer[data-layer=\"7\"]').click()")
     assert "not known" in browser.texts(".layer-details")[0]
+    for key, layer in ((RIGHT, 8), (DOWN, 12), (DOWN, 12), (UP, 7)):  # rows of 5, 5 and 3: the nearest below
+        browser.press(key)
+        assert browser.run("return +document.activeElement.dataset.layer") == layer
     assert browser.run("return document.querySelectorAll('.attnres-block').length") == 3
     turn_to(browser, "tensors")
     assert browser.shown(".headline-figure") == 0 and "no expert to draw" in " ".join(browser.texts("#view-tensors"))

@@ -45,7 +45,7 @@ function aLogPicture({ row, stored, heads, letter }) {
 
 // What readers make of a longer A_log. The loaders' lines are as published; ours is the rule that k3ray binds by.
 const A_LOG_READERS = [
-  ["O", OTHERS, "Four public loaders", "keep the first 96 entries and leave the rest."],
+  ["O", OTHERS, "Four public loaders", "keep the first 96 of the release\u2019s 128 entries and leave the rest."],
   ["O", OTHERS, "Two of the four", "also insist that the rest is zero."],
   ["D", OURS, "k3ray", "keeps one entry a head and refuses the checkpoint when an entry beyond them is not zero, or when there are fewer entries than heads: then the numbers are not one a head, and taking the first would be a guess. It splits work by heads, never by the stored length."],
 ];

@@ -46,7 +46,7 @@ function blockRow([block, rows], index, blocks) {
       "p",
       { class: "block-label", id: `block-${block}` },
       element("b", {}, `Block ${block}`),
-      element("span", {}, `layers ${numbers}`),
+      element("span", {}, `${rows.length === 1 ? "layer" : "layers"} ${numbers}`),
       bankPicture(index + 1, blocks.length),
       element("span", { class: "joins" }, joins),
     ),
@@ -80,7 +80,7 @@ function layerMap(layers) {
     const index = cells.indexOf(event.target.closest(".layer"));
     if (index >= 0) choose(index, true);
   });
-  map.addEventListener("keydown", (event) => moveInMap(event, cells, columns, choose));
+  map.addEventListener("keydown", (event) => moveInMap(event, cells, choose));
   if (cells.length) choose(0, false);
   return element("div", { class: "layer-view" }, element("div", { class: "map-column" }, mapKey(layers), map, summary), details);
 }
@@ -94,20 +94,33 @@ function layerSummary(row) {
   ];
 }
 
-function moveInMap(event, cells, columns, choose) {
+// The nearest cell of the next row, up (-1) or down (1); the same cell where there is none.
+function verticalNeighbour(cells, at, direction) {
+  const here = cells[at].getBoundingClientRect();
+  let best = at;
+  let least = Infinity;
+  cells.forEach((other, index) => {
+    const { top, left } = other.getBoundingClientRect();
+    const away = (top - here.top) * direction;
+    const distance = away * 1000 + Math.abs(left - here.left);
+    if (away > 1 && distance < least) [best, least] = [index, distance];
+  });
+  return best;
+}
+
+function moveInMap(event, cells, choose) {
   const at = cells.indexOf(document.activeElement);
+  if (at < 0 || event.altKey || event.ctrlKey || event.metaKey) return;
   const last = cells.length - 1;
   const next = {
     ArrowRight: at + 1,
     ArrowLeft: at - 1,
-    ArrowDown: at + columns,
-    ArrowUp: at - columns,
+    ArrowDown: verticalNeighbour(cells, at, 1),
+    ArrowUp: verticalNeighbour(cells, at, -1),
     Home: 0,
     End: last,
-    PageDown: at + columns,
-    PageUp: at - columns,
   }[event.key];
-  if (at < 0 || next === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
+  if (next === undefined) return;
   event.preventDefault();
   choose(Math.min(last, Math.max(0, next)), true);
 }

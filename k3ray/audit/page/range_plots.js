@@ -6,7 +6,7 @@ const POINTS = [["minimum", "min"], ["p10", "p10"], ["median", "median"], ["p90"
 function statisticGroups(rows) {
   const groups = new Map();
   for (const row of rows) {
-    const key = row.subject.replace(/^[^:]*: /, "").replace(/\b(layer|shard|block) \d+\b ?/gi, "").trim() || row.subject;
+    const key = row.subject.replace(/^[^:]*: |,.*$/g, "").replace(/\b(layer|shard|block) \d+\b ?/gi, "").trim() || row.subject;
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(row);
   }
