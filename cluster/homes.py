@@ -40,7 +40,11 @@ class Homes(Protocol):
         ...
 
     def check_own(self) -> None:
-        """Raise HeadLost when this process's own node, or the head of the cluster, does not answer any more."""
+        """Raise HeadLost when the head of the cluster, or Ray on this host, has not answered for long; asks seldom."""
+        ...
+
+    def await_own(self) -> None:
+        """Wait until both answer, as nothing can be started without them; raises HeadLost."""
         ...
 
 
@@ -69,3 +73,6 @@ class OneHost:
 
     def check_own(self) -> None:
         """Nothing to check: were the host gone, so were this process."""
+
+    def await_own(self) -> None:
+        """Nothing to wait for."""

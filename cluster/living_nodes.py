@@ -21,6 +21,7 @@ from k3ray.cluster.topology import NodeFacts
 from k3ray.workers.expert_owners import ExpertOwners
 from k3ray.workers.specs import CheckpointSpec, StageSpec, TapeSpec
 
+HEAD_LOOK_S = 1.0
 HEAD_SILENT_S = 20.0  # a head that does not accept a connection for so long is lost
 BELIEVED_S = 5.0  # what was found about a node is not looked at again before
 
@@ -53,8 +54,8 @@ class ClusterView(Protocol):
         """Whether a node accepts a connection within a few seconds."""
         ...
 
-    def head_answers(self) -> bool:
-        """Whether the head accepts a connection."""
+    def silent(self) -> str:
+        """Return which of the head and this host's part of the cluster accepts no connection; empty: both do."""
         ...
 
     def memory_left(self) -> Mapping[str, int]:
@@ -84,11 +85,13 @@ class LivingNodes:
         run: PlacedRun,
         view: ClusterView,
         clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
     ) -> None:
         self._actors = actors
         self._run = run
         self._view = view
         self._clock = clock
+        self._wait = wait
         self._facts = {node.node_id: node for node in run.nodes}
         self._budget = {
             node.node_id: run.placement.nodes[number].budget_bytes - run.placement.node_bytes(number)
@@ -139,18 +142,26 @@ class LivingNodes:
         return {actor: self._spec(move) for actor, move in moves.items()}
 
     def check_own(self) -> None:
-        """Raise HeadLost when the head has not accepted a connection for HEAD_SILENT_S; asked now and then."""
-        now = self._clock()
-        if now - self._head_asked < 1.0:
-            return
-        self._head_asked = now
-        if self._view.head_answers():
-            self._head_answered = self._clock()
+        """Raise HeadLost when the head or Ray on this host has not answered for HEAD_SILENT_S; asked now and then."""
+        if self._clock() - self._head_asked >= HEAD_LOOK_S:
+            self._ask_own()
+
+    def await_own(self) -> None:
+        """Wait until the head and Ray on this host answer; raises HeadLost."""
+        while not self._ask_own():
+            self._wait(HEAD_LOOK_S)
+
+    def _ask_own(self) -> bool:
+        now = self._head_asked = self._clock()
+        silent = self._view.silent()
+        if not silent:
+            self._head_answered = now
         elif now - self._head_answered > HEAD_SILENT_S:
             raise HeadLost(
-                f"the head of the Ray cluster has not answered for {now - self._head_answered:.0f} s: nothing can be "
-                "started without it; start the cluster and then the run again"
+                f"{silent} has not answered for {now - self._head_answered:.0f} s, and nothing can be started without "
+                "it; start the cluster and then the run again"
             )
+        return not silent
 
     def _node_of(self, actor: ActorId) -> str:
         return self._actors.spec_of(actor).node_id or self._view.own_id

@@ -32,6 +32,7 @@ class RayView:
         self._roots = roots
         self._reference = tuple(reference)
         self._addresses: dict[str, tuple[str, int]] = {}
+        self.alive()
 
     @property
     def own_id(self) -> str:
@@ -49,9 +50,12 @@ class RayView:
         address = self._addresses.get(node_id)
         return address is not None and any(_accepts(address) for _ in range(TRIES))
 
-    def head_answers(self) -> bool:
-        """Whether the head accepts a connection within CONNECT_S."""
-        return _accepts(self._head)
+    def silent(self) -> str:
+        """Return which of the head and this host's Ray does not accept a connection within CONNECT_S, in words."""
+        if not _accepts(self._head):
+            return f"the head of the Ray cluster ({self._head[0]}:{self._head[1]})"
+        own = self._addresses.get(self._own)
+        return "" if own is None or _accepts(own) else f"Ray on this host ({own[0]}:{own[1]})"
 
     def memory_left(self) -> Mapping[str, int]:
         """Return the bytes that Ray still gives to actors, by node id."""

@@ -69,6 +69,7 @@ class Replacing:
         A stage waits for its shard's replacement inside its step, so that such a loss costs no stage its state.
         """
         started = time.monotonic()
+        self._homes.check_own()
         while not self._actors.is_done(ticket, self._settings.look_s):
             self._check_time(actor)
             self._homes.check_own()
@@ -182,6 +183,7 @@ class Replacing:
             return
         if self._until is not None:
             raise ActorLost(f"{', '.join(map(str, sorted(new)))} ended or did not answer, while the run was ending")
+        self._homes.await_own()
         gone = {actor for actor in sorted(new) if not self._homes.is_reachable(actor)}
         gone |= {mate for actor in gone for mate in self._homes.beside(actor)} - self._decided.keys()
         may_recover(self.begun, new | gone, self._settings)

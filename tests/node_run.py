@@ -1,7 +1,7 @@
 """A run over all nodes of a cluster, as a program that a test starts on the head and strikes from outside.
 
 It says on standard output, a JSON line each, where the actors are, and at the end the hash of all logits with what was
-recovered. When a chosen call is sent it writes a file and goes on when that is gone: meanwhile the test breaks something.
+recovered. When a chosen call is sent it writes a file and goes on when that is gone: meanwhile the test does harm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from k3ray.workers.model.config import read_config
 from k3ray.workers.tape.layout import plan_layout
 from tests.ray_faults import CHUNK, PROMPT
 
-POSITIONS = 64
 NODE_BYTES = 1_500_000_000
 POLL_S = 0.02
 
@@ -62,15 +61,15 @@ class Struck:
 
 
 def main(request: dict[str, Any]) -> int:
-    """Run what is asked for; see `Request` in tests/node_faults.py."""
-    model = Path(request["model"])
+    """Run what is asked for."""
+    model, positions = Path(request["model"]), len(PROMPT) + request["gen"]
     config, moments = read_config(model), {}
     for actor, method, nth, path in request["moments"]:
         moments[actor, method, nth] = Path(path)
     roots = RootsMap((), Roots((str(model),)))
     with ray_runtime(RaySettings(request["address"])) as runtime:
         facts = survey(roots)
-        wishes = ClusterWishes(memory_bytes=request.get("memory", NODE_BYTES), positions=POSITIONS)
+        wishes = ClusterWishes(memory_bytes=request.get("memory", NODE_BYTES), positions=positions)
         layout = plan_layout(config)
         placement = place(config, layout, facts, wishes)
         spec = CheckpointSpec(model, None, config.num_hidden_layers, config=config)
@@ -79,7 +78,7 @@ def main(request: dict[str, Any]) -> int:
             actors.load()
             names = {node.node_id: node.name for node in facts}
             say(where={str(one): names[str(actors.spec_of(one).node_id)] for one in all_actors(actors)})
-            run = PlacedRun(placement, tuple(facts), LayerCosts(config, layout, POSITIONS))
+            run = PlacedRun(placement, tuple(facts), LayerCosts(config, layout, positions))
             homes = LivingNodes(actors, run, RayView(request["address"], roots, facts[:1]))
             settings = RecoverySettings(**request.get("settings", {}))
             chain = RecoveringChain(Struck(actors, moments), settings, homes=homes)  # type: ignore[arg-type]
