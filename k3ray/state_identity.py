@@ -32,6 +32,12 @@ class OtherModel(Failure):
     exit_code = 2
 
 
+class PartOfModel(Failure):
+    """A folder with a part of the model, where all of it has to be sampled."""
+
+    exit_code = 2
+
+
 class StateIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which model a state belongs to.
 
@@ -47,7 +53,12 @@ class StateIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def identify(checkpoint: Checkpoint) -> StateIdentity:
-    """Read the samples of the layers that are run; TensorReadError."""
+    """Read the samples of the layers that are run; PartOfModel, TensorReadError."""
+    if checkpoint.partial:
+        raise PartOfModel(
+            f"{checkpoint.reader.index.directory}: holds a part of the model; --save-state and --load-state sample all "
+            "layers that are run: name a folder with the whole model, or run the command where one is"
+        )
     binding, reader, num_layers = checkpoint.binding, checkpoint.reader, checkpoint.config.num_hidden_layers
     wanted = {*range(num_layers), binding.config.num_hidden_layers}  # the head counts as one more
     tensors = [tensor for tensor in tape_tensors(binding.config) if tensor.layer in wanted]

@@ -56,9 +56,16 @@ def run(
         console.print(placement_table(placement))
         for line in prediction_lines(placement.prediction, nodes):
             console.print(line, highlight=False, soft_wrap=True)
+    for node in _without_tape(placement, nodes) if cluster is None else ():
+        say(f"{node}: the plan streams trunk there, and there is no tape yet: `k3ray pack` makes one, --tape names it")
     if out is not None:
         write_plan(out, config, placement)
     kept = f"written to {out}" if out is not None else "keep it with --out plan.json"
+    if out is not None and cluster is None:
+        named = "".join(
+            f" --{option} {path}" for option, path in (("tape", tape), ("roots", roots)) if path is not None
+        )
+        kept += f"; next: k3ray generate {source.model_dir}{named} --plan {out}"
     say(f"planned {len(placement.stages)} stages and {len(placement.shards)} shards on {len(nodes)} nodes; {kept}")
 
 
@@ -131,6 +138,12 @@ def _nodes(
         reasons = "; ".join(f"{one.node.name}: {one.reasons[0]}" for one in nodes.verdicts)
         raise PlacementFailure(f"no node can take part: {reasons}; or describe a cluster with --cluster")
     return nodes.usable
+
+
+def _without_tape(placement: Placement, nodes: Sequence[NodeFacts]) -> list[str]:
+    """The nodes whose stages stream what is on no tape."""
+    streaming = {stage.node for stage in placement.stages if stage.budget.streamed_bytes}
+    return [nodes[number].name for number in sorted(streaming) if not nodes[number].tapes]
 
 
 def _actor_cells(actor: ActorPlacement) -> list[str]:
