@@ -13,7 +13,7 @@ from k3ray.download.patience import Patience
 from k3ray.download.record import FOLDER
 from tests.local_hub import Asked, LocalHub
 
-QUICK = Patience(attempts=4, first_wait_s=0.001, longest_wait_s=0.004, stall_s=0.4, grace_s=0.05)
+QUICK = Patience(attempts=4, first_wait_s=0.001, longest_wait_s=0.004, stall_s=10.0, grace_s=0.05)
 BLOCK = 1 << 17
 SHARD = "model-00002-of-000005.safetensors"
 Extent = tuple[int, int]

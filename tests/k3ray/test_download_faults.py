@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from k3ray.download.patience import Patience
 from k3ray.download.revision import DownloadFailed
 from tests.downloads import (
     BLOCK,
+    QUICK,
     SHARD,
     assert_asks_for_nothing_proven,
     assert_exact,
@@ -89,7 +91,7 @@ def test_an_interruption_at_a_random_byte_ends_in_an_exact_copy(
 
     hub.faults, hub.before = faults, check
     impatient = Patience(
-        attempts=chance.choice([1, 2, 4]), first_wait_s=0.001, longest_wait_s=0.002, stall_s=5.0, grace_s=0.05
+        attempts=chance.choice([1, 2, 4]), first_wait_s=0.001, longest_wait_s=0.002, stall_s=20.0, grace_s=0.05
     )
     arrived: list[int] = []
     count_fetched = Counts.fetched
@@ -124,7 +126,8 @@ def test_each_fault_is_survived_in_one_run(hub: LocalHub, tmp_path: Path, kind: 
 
     hub.faults = faults
     check = hub.before = assert_asks_for_nothing_proven(tmp_path)
-    summary = fetch(hub, tmp_path)
+    patience = replace(QUICK, stall_s=0.7, attempts=10) if kind == "stall" else QUICK
+    summary = fetch(hub, tmp_path, patience)
     assert_exact(hub, tmp_path)
     assert check.failures == []  # type: ignore[attr-defined]
     assert summary.fetched_bytes == sum(len(hub.files[name]) for name in wanted(hub))
