@@ -102,12 +102,15 @@ def open_reference(folder: Path | None, model_dir: Path, config: Path, precision
             "conform compares with a PyTorch model, and torch is not installed: pip install 'k3ray[reference]' "
             "(any CPU build will do)"
         ) from None
-    make: Callable[[Path, Path, str, int], Reference] = _load(place).ReferenceModel
+    make: Callable[[Path, Path, str, int], Reference] = load_reference(place).ReferenceModel
     return make(model_dir, config, precision, threads)
 
 
-def _load(place: Path) -> Any:
-    """Import the folder as the package torch_reference, whatever it is called and wherever it lies."""
+def load_reference(place: Path) -> Any:
+    """Import the folder as the package torch_reference, whatever it is called and wherever it lies.
+
+    Raises ReferenceFailure for a folder that is no reference, or another one than was loaded before.
+    """
     init = place / "__init__.py"
     loaded = sys.modules.get(PACKAGE)
     if loaded is not None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from k3ray.conform import TOLERANCES, Conformance, LayerReport
 from k3ray.conform_inputs import random_inputs
 from k3ray.conform_own import OwnModel
-from k3ray.conform_reference import Reference, open_reference
+from k3ray.conform_reference import Reference, default_reference, load_reference, open_reference
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.synthetic_spec import SyntheticSpec
 
@@ -42,6 +42,8 @@ def failed_arrays(report: LayerReport) -> list[str]:
 
 
 def torch_part(name: str) -> Any:
+    """A module of the reference, to put mistakes into."""
+    load_reference(default_reference())
     return importlib.import_module(f"torch_reference.{name}")
 
 
