@@ -128,7 +128,9 @@ def test_a_name_that_the_index_has_otherwise_is_named(copy: Path) -> None:
 def test_a_tensor_placed_in_another_shard_is_named(copy: Path) -> None:
     name = f"{PREFIX}2.mlp_res_norm.weight"
     edit_json(copy / INDEX, lambda document: document["weight_map"].update({name: "model-00005-of-000005.safetensors"}))
-    assert "1,019 in their place" in disagreeing(copy)["files.places"].found
+    found = disagreeing(copy)
+    assert set(found) == {"files.places"}
+    assert "1,019 in their place" in found["files.places"].found
 
 
 def test_a_total_that_is_not_the_sum_is_named(copy: Path) -> None:
@@ -171,8 +173,9 @@ def test_a_tail_of_a_log_that_is_not_zero_is_named(copy: Path) -> None:
         values[40] = 1e-30
 
     write_values(copy, f"{PREFIX}5.self_attn.A_log", set_tail)
-    tail = disagreeing(copy)["a_log.tail"]
-    assert tail.found == "entries 3-63 are zero in 5 of 6 layers read; not in layers 5"
+    found = disagreeing(copy)
+    assert set(found) == {"a_log.tail"}
+    assert found["a_log.tail"].found == "entries 3-63 are zero in 5 of 6 layers read; not in layers 5"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
