@@ -6,13 +6,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from k3ray.commands.hub_choice import choose_hub
 from k3ray.commands.terminal import say
 from k3ray.commands.transfer_progress import TransferProgress, duration
+from k3ray.commands.verify import prove
 from k3ray.download.download import Summary, Wish, download
-from k3ray.download.hub import DEFAULT_ENDPOINT, Hub, check_endpoint
+from k3ray.download.hub import Hub
 from k3ray.download.patience import Patience
 from k3ray.download.selection import SelectionError, parse_layers
-from k3ray.environment import Environment, read_environment
+from k3ray.environment import read_environment
 from k3ray.report import decimal_size
 
 MAX_WORKERS = 32
@@ -48,24 +50,10 @@ def run(
         say("stopped: every byte that arrived is kept; the same command goes on from there")
         raise
     _tell(summary)
-    passed = True
-    if not tokenizer_only:
-        from k3ray.commands.verify import prove
-
-        passed = prove(directory, quiet=as_json)
+    passed = prove(directory, quiet=as_json)
     if as_json:
         print(json.dumps({**asdict(summary), "verified": passed}, indent=1))
     say(_next_step(summary, directory, tokenizer_only))
-
-
-def choose_hub(endpoint: str | None, environment: Environment) -> Hub:
-    """The endpoint of the command line, of HF_ENDPOINT or the default, with the token of HF_TOKEN."""
-    if endpoint is not None:
-        return Hub(check_endpoint(endpoint, "--endpoint"), "named by --endpoint", environment.hf_token)
-    if environment.hf_endpoint is not None:
-        chosen = check_endpoint(environment.hf_endpoint, "HF_ENDPOINT")
-        return Hub(chosen, "named by HF_ENDPOINT", environment.hf_token)
-    return Hub(DEFAULT_ENDPOINT, "the default", environment.hf_token)
 
 
 def _normal(revision: str | None) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from k3ray.commands.download import choose_hub
+from k3ray.commands.hub_choice import choose_hub
 from k3ray.commands.terminal import Progress, say
 from k3ray.commands.transfer_progress import TransferProgress
 from k3ray.download.answers import Transient
@@ -25,6 +25,7 @@ from k3ray.environment import read_environment
 from k3ray.report import decimal_size
 from k3ray.workers.failure import Failure
 
+LISTED = 10
 _COLOURS = {PASS: "green", FAIL: "bold red"}
 
 
@@ -137,7 +138,10 @@ def _conclude(verdict: Verdict, directory: Path) -> None:
     failed = ", ".join(found.check for found in verdict.findings if found.status == FAIL)
     again = verdict.fetch_again
     if again:
-        step = f"fetch again: {' '.join(again)}; next: k3ray verify {directory} --repair does exactly that"
+        more = f" and {len(again) - LISTED} more" if len(again) > LISTED else ""
+        step = (
+            f"fetch again: {' '.join(again[:LISTED])}{more}; next: k3ray verify {directory} --repair does exactly that"
+        )
     else:
         step = "fetching again brings the same bytes: see the lines above"
     raise VerifyFailed(f"{directory}: FAIL in {failed}; {step}")

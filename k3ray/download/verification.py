@@ -25,6 +25,7 @@ from k3ray.workers.checkpoint.shard_files import SUFFIX, CheckpointError
 from k3ray.workers.failure import Failure
 
 MAX_THREADS = 4
+ONLY_TOKENIZER = "only the tokenizer was asked for"
 Look = Callable[[int, int], None]
 
 
@@ -34,6 +35,10 @@ def verify(directory: Path, deep: bool, listing: Listing | None, look: Look) -> 
     here = _shards_here(workplace.directory)
     known = read_known(workplace.directory, listing)
     reading = _Reading(look, sum(here.values()))
+    if not here and known.record is not None and known.record.wanted <= set(TOKENIZER):
+        vocabulary = prove_vocabulary(workplace, known)
+        checksums, proven = _checksums(workplace, here, known, [vocabulary], deep, reading)
+        return Verdict(str(directory), (vocabulary, checksums), ONLY_TOKENIZER, frozenset(proven))
     foreign = _foreign(here, known)
     shards = _prove_shards(workplace, {name: here[name] for name in here if name not in foreign}, known, reading)
     sizes = _sizes(here, foreign, known)

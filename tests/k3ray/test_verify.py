@@ -243,6 +243,16 @@ def test_part_of_a_model_passes_as_a_part(hub: LocalHub, tmp_path: Path) -> None
     assert statuses(verdict)["text model"] == UNCHECKED
 
 
+def test_a_tokenizer_alone_passes_as_what_it_is(hub: LocalHub, tmp_path: Path) -> None:
+    wish = Wish(tmp_path / "tokenizer", tokenizer_only=True)
+    download(wish, Hub(hub.endpoint), Patience(), lambda _: None, lambda _: None)
+    verdict = prove(wish.directory)
+    assert statuses(verdict) == {"vocabulary": PASS, "checksums": PASS}
+    assert verdict.partial == "only the tokenizer was asked for"
+    flip(wish.directory / "tiktoken.model", 5)
+    assert prove(wish.directory).fetch_again == ["tiktoken.model"]
+
+
 def test_the_releases_sizes_are_known_without_a_network(shared_data: Path, tmp_path: Path) -> None:
     """Files of the published sizes, empty inside: no size is wrong, every header is, and all of them are named."""
     released = shared_data / "k3-release"
