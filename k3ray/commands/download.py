@@ -9,7 +9,7 @@ from pathlib import Path
 from k3ray.commands.hub_choice import choose_hub
 from k3ray.commands.terminal import say
 from k3ray.commands.transfer_progress import TransferProgress, duration
-from k3ray.commands.verify import prove
+from k3ray.commands.verify import conclude, prove
 from k3ray.download.download import Summary, Wish, download
 from k3ray.download.hub import Hub
 from k3ray.download.patience import Patience
@@ -50,9 +50,11 @@ def run(
         say("stopped: every byte that arrived is kept; the same command goes on from there")
         raise
     _tell(summary)
-    passed = prove(directory, quiet=as_json)
+    verdict = prove(directory, quiet=as_json)
     if as_json:
-        print(json.dumps({**asdict(summary), "verified": passed}, indent=1))
+        print(json.dumps({**asdict(summary), "verified": verdict.passed}, indent=1))
+    if not verdict.passed:
+        conclude(verdict, directory)
     say(_next_step(summary, directory, tokenizer_only))
 
 

@@ -56,16 +56,14 @@ def run(directory: Path, deep: bool, repair: bool, endpoint: str | None, as_json
         print(json.dumps({**record, "fetch_again": verdict.fetch_again, "repaired_bytes": fetched}, indent=1))
     else:
         _show(verdict)
-    _conclude(verdict, directory)
+    conclude(verdict, directory)
 
 
-def prove(directory: Path, quiet: bool) -> bool:
-    """The proof at the end of a download; raises VerifyFailed."""
+def prove(directory: Path, quiet: bool) -> Verdict:
+    """The proof at the end of a download, shown on standard error when quiet."""
     verdict = _prove(directory, False, None)
     _show(verdict, say_only=quiet)
-    if not verdict.passed:
-        _conclude(verdict, directory)
-    return verdict.passed
+    return verdict
 
 
 def _prove(directory: Path, deep: bool, listing: Listing | None) -> Verdict:
@@ -125,7 +123,7 @@ def _show(verdict: Verdict, say_only: bool = False) -> None:
             console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def _conclude(verdict: Verdict, directory: Path) -> None:
+def conclude(verdict: Verdict, directory: Path) -> None:
     """Say the verdict and what comes next; raises VerifyFailed when it is FAIL."""
     if verdict.passed:
         part = f", of the part that was asked for ({verdict.partial})" if verdict.partial else ""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from k3ray.commands import download as download_command
 from k3ray.commands import verify as command
 from k3ray.download import part_file, release
 from k3ray.download.download import Wish, download
@@ -223,7 +224,9 @@ def test_a_repair_fetches_only_the_damaged_blocks(
     assert "PASS: 11 checks" in capsys.readouterr().err
 
 
-def test_a_file_that_is_right_and_wrong_is_not_fetched_for_ever(hub: LocalHub, model: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_right_and_wrong_is_not_fetched_for_ever(
+    hub: LocalHub, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The repository itself holds a NaN scale: its checksum is right, so fetching it again is not proposed."""
     test_a_nan_scale_is_named_with_its_tensor(model)
     hub.files[THREE] = (model / THREE).read_bytes()
@@ -232,7 +235,8 @@ def test_a_file_that_is_right_and_wrong_is_not_fetched_for_ever(hub: LocalHub, m
     assert failed(verdict) == {"NaN scales": [THREE]}
     assert verdict.fetch_again == []
     with pytest.raises(command.VerifyFailed, match="fetching again brings the same bytes"):
-        command.prove(tmp_path / "there", quiet=True)
+        download_command.run(tmp_path / "there", None, None, hub.endpoint, False, None, 4, False, 30, True)
+    assert json.loads(capsys.readouterr().out)["verified"] is False
 
 
 def test_part_of_a_model_passes_as_a_part(hub: LocalHub, tmp_path: Path) -> None:
