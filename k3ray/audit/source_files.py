@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from k3ray.audit.snapshot import SourceFile, SourceKind
-from k3ray.workers.checkpoint.index_file import NAMES as INDEX_NAMES
-from k3ray.workers.checkpoint.shard_files import PUBLISHED_SIZES, list_shard_files
+from k3ray.workers.checkpoint.shard_files import list_shard_files
 from k3ray.workers.failure import Failure
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -172,6 +171,3 @@ class DirectoryFiles:
         self.ledger.count_bytes(name, len(data))
         self.ledger.keep(name, data, size)
         return data
-
-
-SMALL_FILES = ("config.json", *INDEX_NAMES, PUBLISHED_SIZES)
