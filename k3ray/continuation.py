@@ -5,10 +5,17 @@ Checked before any work; what may be saved when it is interrupted or fails is de
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from k3ray.cluster.actor_calls import ActorLost
 from k3ray.cluster.memory_parts import state_bytes
 from k3ray.driver import Driver
 from k3ray.files import OutputFailure, check_writable
@@ -19,20 +26,32 @@ from k3ray.state_identity import identify, refuse_other_model
 from k3ray.workers.actors import versions
 from k3ray.workers.failure import Failure
 from k3ray.workers.loading import Checkpoint
+from k3ray.workers.model.snapshot import StatePiece
 
 Say = Callable[[str], None]
+Float32Array = npt.NDArray[np.float32]
+SETTLE_S = 2.0  # after Ctrl-C: for the step in progress
+SAVE_S = 30.0  # then: for the stages to give what they remember
 
 
 class Continuation:
     """The saved states that one generation is begun from and ended with; either may be None."""
 
     def __init__(
-        self, checkpoint: Checkpoint, load_state: Path | str | None, save_state: Path | str | None, say: Say
+        self,
+        checkpoint: Checkpoint,
+        load_state: Path | str | None,
+        save_state: Path | str | None,
+        say: Say,
+        rescue_folder: Path | None = None,
     ) -> None:
         """Prove the state to be loaded and the place to save to; StateRefused, StateDamaged, OtherModel, OutputFailure.
 
-        say: hears what was loaded, and what goes on after an interruption.
+        say: hears what was loaded, and what goes on after an interruption. rescue_folder: for the sequence of a run
+        that loses its actors for good and has no save_state; None: it is not saved then.
         """
+        self._checkpoint = checkpoint
+        self._rescue_folder = rescue_folder
         self._config = checkpoint.config
         self._path = Path(save_state) if save_state is not None else None
         self._say = say
@@ -87,42 +106,93 @@ class Continuation:
         committed, logits = sequence.num_committed, sequence.logits
         if committed == len(sequence.ids) and logits is None:
             committed = 0  # nothing would be left to run, and what it gave is lost: it is run anew
-        pieces = driver.snapshot(sequence.session) if committed else ()
-        prompt_ids, generated_ids = sequence.ids[: self._num_prompt], sequence.ids[self._num_prompt :]
-        saved = SavedSequence(prompt_ids, generated_ids, committed, logits)
-        write_state(self._path, self._identity, saved, pieces, f"k3ray {versions()['k3ray']}")
-        size = decimal_size(self._path.stat().st_size)
-        self.saved = (
-            f"saved: {self._path}, {len(sequence.ids)} ids of which {committed} need not be run again, {size}; "
-            f"next: --load-state {self._path}"
-        )
+        pieces = driver.snapshot(sequence.session) if committed else iter(())
+        self._write(self._path, sequence, committed, logits, pieces)
 
     def save_after(self, error: BaseException, driver: Driver, sequence: GreedySequence) -> None:
         """Save what is sound after a generation that did not end by itself.
 
-        After Ctrl-C the step in progress is finished and saved with its state; at a second Ctrl-C, and after a failure,
-        the ids alone are saved.
+        After Ctrl-C the step in progress has SETTLE_S to end and is saved with its state. Where that is not to be had,
+        and when actors were lost for good, the last state that was kept of all layers is saved, else the ids alone; so
+        are they at a second Ctrl-C and when a step has failed, as what state there is then is not trusted. A sequence
+        of lost actors is saved also where nobody asked for it (rescue_folder).
         """
+        lost = isinstance(error, ActorLost)
+        if lost and self._path is None and self._rescue_folder is not None:
+            self._rescue(driver, sequence)
         if self._path is None:
             return
-        if isinstance(error, KeyboardInterrupt):
-            self._say("interrupted: the step in progress ends first and is saved; Ctrl-C again: only the ids are")
-            try:
-                sequence.settle()
-                self.save(driver, sequence)
-                return
-            except (Failure, KeyboardInterrupt):
-                pass  # the ids are still good
-        self._save_ids(sequence)
-
-    def _save_ids(self, sequence: GreedySequence) -> None:
-        """Save the ids alone when any was generated: what state there is may be lost or damaged. They are run anew."""
-        if self._path is None or self._identity is None or len(sequence.ids) == self._num_prompt:
-            return
-        saved = SavedSequence(sequence.ids[: self._num_prompt], sequence.ids[self._num_prompt :], 0)
         try:
-            write_state(self._path, self._identity, saved, (), f"k3ray {versions()['k3ray']}")
+            if isinstance(error, KeyboardInterrupt) and self._save_settled(driver, sequence):
+                return
+            if lost or isinstance(error, KeyboardInterrupt):
+                self._save_kept(self._path, driver, sequence)
+                return
+        except (Failure, KeyboardInterrupt):
+            pass  # the ids are still good
+        self._save_ids(self._path, sequence)
+
+    def _save_settled(self, driver: Driver, sequence: GreedySequence) -> bool:
+        """Save the state as it is when the step in progress has ended; False when that takes too long or fails."""
+        self._say(
+            f"interrupted: the step in progress has {SETTLE_S:g} s to end, then what is committed is saved; Ctrl-C "
+            "again: only the ids are"
+        )
+        try:
+            driver.limit(SETTLE_S)
+            sequence.settle()
+            driver.limit(SAVE_S)
+            self.save(driver, sequence)
+        except Failure:
+            return False
+        finally:
+            driver.limit(None)
+        return True
+
+    def _rescue(self, driver: Driver, sequence: GreedySequence) -> None:
+        """Save a sequence where nobody has named a file; whatever is in the way of that is no second failure."""
+        assert self._rescue_folder is not None
+        path = self._rescue_folder / f"rescued-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.state"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._identity = self._identity or identify(self._checkpoint)
+            self._save_kept(path, driver, sequence)
+        except (Failure, OSError) as error:
+            self.saved = f"the sequence could not be saved in {path.parent}: {error}"
+
+    def _save_kept(self, path: Path, driver: Driver, sequence: GreedySequence) -> None:
+        """Save the last state that was kept of all layers, which asks no process; else the ids alone."""
+        committed, pieces = driver.restore_point(sequence.session)
+        if not 0 < committed < len(sequence.ids):
+            self._save_ids(path, sequence)
+            return
+        try:
+            self._write(path, sequence, committed, None, pieces)
+        except OutputFailure:
+            self._save_ids(path, sequence)
+
+    def _save_ids(self, path: Path, sequence: GreedySequence) -> None:
+        """Save the ids alone when any was generated: what state there is may be lost or damaged. They are run anew."""
+        if len(sequence.ids) == self._num_prompt:
+            return
+        try:
+            self._write(path, sequence, 0, None, ())
         except OutputFailure as error:
             self.saved = str(error)  # what ended the generation is what is raised
-            return
-        self.saved = f"saved: {self._path}, {len(sequence.ids)} ids without state, to be run again"
+
+    def _write(
+        self,
+        path: Path,
+        sequence: GreedySequence,
+        committed: int,
+        logits: Float32Array | None,
+        pieces: Iterable[tuple[StatePiece, pa.Buffer]],
+    ) -> None:
+        assert self._identity is not None
+        prompt_ids, generated_ids = sequence.ids[: self._num_prompt], sequence.ids[self._num_prompt :]
+        saved = SavedSequence(prompt_ids, generated_ids, committed, logits)
+        write_state(path, self._identity, saved, pieces, f"k3ray {versions()['k3ray']}")
+        size, model = decimal_size(path.stat().st_size), self._checkpoint.reader.index.directory
+        kept = f"of which {committed} need not be run again" if committed else "without state, to be run again"
+        again = f"k3ray generate {model} " if path != self._path else ""
+        self.saved = f"saved: {path}, {len(sequence.ids)} ids {kept}, {size}; next: {again}--load-state {path}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,19 @@ class StageChain(Protocol):
 
     def damaged_met(self) -> list[tuple[int, int]]:
         """Return (layer, expert) of every damaged expert used so far."""
+        ...
+
+
+@runtime_checkable
+class LastingChain(Protocol):
+    """A chain that outlives its actors: it keeps states, and can be told to hurry."""
+
+    def restore_point(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
+        """Yield a sequence's state at the last moment at which it was kept, asking nobody."""
+        ...
+
+    def limit(self, seconds: float | None) -> None:
+        """Wait no longer than so many seconds from now on, and replace nobody; None: as before."""
         ...
 
 
@@ -113,6 +127,24 @@ class Driver:
             if piece.position != position:
                 raise StepMismatch(f"layer {piece.layer} is at position {piece.position}, the session at {position}")
             yield piece, message
+
+    def restore_point(self, session: int) -> tuple[int, Iterator[tuple[StatePiece, pa.Buffer]]]:
+        """Return how many of the session's ids are in the last state that was kept of it, and that state's pieces.
+
+        No process is asked for it: it is there also when some are lost. 0: none was kept.
+        """
+        if not isinstance(self._chain, LastingChain):
+            return 0, iter(())
+        pieces = self._chain.restore_point(session)
+        first = next(pieces, None)
+        if first is None:
+            return 0, iter(())
+        return first[0].position, chain([first], pieces)
+
+    def limit(self, seconds: float | None) -> None:
+        """Give up waiting for the chain after so many seconds, where it can; None: wait as before."""
+        if isinstance(self._chain, LastingChain):
+            self._chain.limit(seconds)
 
     def settle(self, session: int) -> Float32Array | None:
         """Wait for what an interrupted forward has sent, and commit it.

@@ -22,8 +22,8 @@ class Environment:
     """What the environment says. model_dir: K3_MODEL_DIR. tokenizer: K3_TOK_FILES. threads: OMP_NUM_THREADS.
 
     ray_address: RAY_ADDRESS. hf_token: HF_TOKEN, which no text shows. hf_endpoint: HF_ENDPOINT, a hub's or mirror's
-    address. ports: K3RAY_PORTS, the first and the last port at which shards may listen for stages of other hosts. None
-    where a variable is unset or empty.
+    address. ports: K3RAY_PORTS, the first and the last port at which shards may listen for stages of other hosts.
+    state_home: XDG_STATE_HOME, where what a user may want back is kept. None where a variable is unset or empty.
     """
 
     model_dir: Path | None
@@ -33,6 +33,12 @@ class Environment:
     hf_token: str | None = field(default=None, repr=False)
     hf_endpoint: str | None = None
     ports: tuple[int, int] | None = None
+    state_home: Path | None = None
+
+    @property
+    def rescue_folder(self) -> Path:
+        """Where the sequences of runs are kept that could not go on."""
+        return (self.state_home or Path.home() / ".local" / "state") / "k3ray"
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -46,6 +52,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         hf_token=_token(found),
         hf_endpoint=_endpoint(found),
         ports=_ports(found),
+        state_home=_folder_to_be(found, "XDG_STATE_HOME"),
     )
 
 
@@ -57,6 +64,14 @@ def _path(variables: Mapping[str, str], name: str) -> Path | None:
     if not path.exists():
         raise EnvironmentFailure(f"{name}={text}: there is no such file or folder; correct it or unset it")
     return path
+
+
+def _folder_to_be(variables: Mapping[str, str], name: str) -> Path | None:
+    """A folder that need not exist yet."""
+    text = variables.get(name)
+    if text and not Path(text).is_absolute():
+        raise EnvironmentFailure(f"{name}={text}: expected a path that begins with /; correct it or unset it")
+    return Path(text) if text else None
 
 
 def _threads(variables: Mapping[str, str]) -> int | None:

@@ -14,6 +14,7 @@ from k3ray.cluster.devices import device_name
 from k3ray.cluster.placed_budget import PlacedBudget
 from k3ray.continuation import Continuation
 from k3ray.driver import Driver
+from k3ray.environment import read_environment
 from k3ray.generation import generate
 from k3ray.model_source import ModelSource
 from k3ray.prompt import check_gen, choose_prompt
@@ -155,7 +156,8 @@ class Model:
         asked |= {"load_state": load_state and str(load_state), "save_state": save_state and str(save_state)}
         check_gen(gen)
         new_ids = self.prompt_ids(prompt, prompt_file, ids, optional=load_state is not None)
-        state = Continuation(self._checkpoint, load_state, save_state, self._say)
+        rescue_folder = read_environment().rescue_folder
+        state = Continuation(self._checkpoint, load_state, save_state, self._say, rescue_folder)
         transcript = Transcript(state.whole_prompt(new_ids))
         self.partial, self.saved = None, ""
         state.check_room(len(transcript.prompt_ids) + gen)
