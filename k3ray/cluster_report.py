@@ -30,8 +30,8 @@ class ActorReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """One node. measured_bytes: of all our processes there, by PSS: at one moment on the command's node, elsewhere the
-    sum of what each actor held at most, without Ray's own processes.
+    """One node, with the actors that were there at the end. measured_bytes: of all our processes there, by PSS: at one
+    moment on the command's node, elsewhere the sum of what each actor held at most, without Ray's own processes.
     """
 
     name: str
@@ -73,16 +73,21 @@ class MessageReport:
 
 
 def node_reports(
-    placement: Placement, driver_node: str, here_bytes: int, peaks: Mapping[str, int]
+    placement: Placement, node_of: Mapping[str, str], driver_node: str, here_bytes: int, peaks: Mapping[str, int]
 ) -> tuple[NodeReport, ...]:
-    """The nodes of a placement. driver_node: its name; here_bytes: measured there; peaks: of actors, by their part."""
+    """The nodes of a placement, and those that took over from lost ones. node_of: the name of the node on which each
+    part is now. driver_node: its name; here_bytes: measured there; peaks: of actors, by their part.
+    """
+    actors = [_actor(actor, peaks) for actor in (*placement.stages, *placement.shards)]
+    planned = [(node.name, node.node_id, node.address, placement.node_bytes(number))
+               for number, node in enumerate(placement.nodes)]  # fmt: skip
+    known = {name for name, *_ in planned}
+    planned += [(name, "", "", 0) for name in dict.fromkeys(node_of.values()) if name not in known]
     found = []
-    for number, node in enumerate(placement.nodes):
-        actors = tuple(_actor(actor, peaks) for actor in placement.actors_of(number))
-        measured = here_bytes if node.name == driver_node else sum(actor.measured_bytes or 0 for actor in actors)
-        found.append(
-            NodeReport(node.name, node.node_id, node.address, placement.node_bytes(number), measured, actors)
-        )  # fmt: skip
+    for name, node_id, address, planned_bytes in planned:
+        here = tuple(actor for actor in actors if node_of[actor.part] == name)
+        measured = here_bytes if name == driver_node else sum(actor.measured_bytes or 0 for actor in here)
+        found.append(NodeReport(name, node_id, address, planned_bytes, measured, here))
     return tuple(found)
 
 

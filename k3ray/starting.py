@@ -7,16 +7,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from k3ray.cluster.actor_calls import ActorId
+from k3ray.cluster.actor_calls import ActorId, all_actors
 from k3ray.cluster.actor_chain import ActorChain
 from k3ray.cluster.budget_plan import BudgetPlan
+from k3ray.cluster.living_nodes import LivingNodes, PlacedRun
 from k3ray.cluster.placed_budget import PlacedBudget
 from k3ray.cluster.plan import Plan
 from k3ray.cluster.processes import ProcessMemory
 from k3ray.cluster.ray_join import chosen_address
 from k3ray.cluster.ray_runtime import RayRuntime, RaySettings, ray_runtime
+from k3ray.cluster.ray_view import RayView
 from k3ray.cluster.recovering_chain import RecoveringChain
 from k3ray.cluster.recovery_plan import RecoverySettings
+from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster_report import MessageReport, NodeReport, message_report, node_reports
 from k3ray.environment import read_environment
 from k3ray.memory import MemoryWish, plan_memory
@@ -68,12 +71,19 @@ class Run:
         """Of the nodes of a cluster; none on one host."""
         if self.placed is None:
             return ()
-        return node_reports(self.placed.placement, self._own_node, self.memory.peak_bytes, self._far_peaks())
+        here = self.memory.peak_bytes
+        return node_reports(self.placed.placement, self._nodes_now(), self._own_node, here, self._far_peaks())
 
     def message_report(self, counts: MessageCounts) -> MessageReport:
         """What went between the actors, and of it between nodes."""
-        parts = {part_name(spec): self._node_name(spec) for spec in self.plan.actors}
-        return message_report(counts, parts, [part_name(stage) for stage in self.plan.stages], self._own_node)
+        return message_report(
+            counts, self._nodes_now(), [part_name(stage) for stage in self.plan.stages], self._own_node
+        )
+
+    def _nodes_now(self) -> dict[str, str]:
+        """The name of the node that each part is on: another than the plan's after a node was lost."""
+        specs = [self.actors.spec_of(actor) for actor in all_actors(self.actors)]
+        return {part_name(spec): self._node_name(spec) for spec in specs}
 
     def peaks(self) -> dict[str, int]:
         """Bytes by process: those of this host at one moment, of actors elsewhere what each held at most."""
@@ -148,4 +158,16 @@ def _start(
     actors.load(loaded=lambda part: say(f"loaded: {part}"))
     for actor, report in actors.loaded_reports():
         watch(actor, report)
-    return memory, actors, RecoveringChain(actors, request.recovery, replaced)
+    homes = _homes(request, placed, runtime, actors) if placed is not None and not runtime.started else None
+    return memory, actors, RecoveringChain(actors, request.recovery, replaced, homes)
+
+
+def _homes(request: RunRequest, placed: Placed, runtime: RayRuntime, actors: ActorChain) -> LivingNodes:
+    """Where actors live, and where they may go when a node is lost."""
+    run = PlacedRun(
+        placed.placement,
+        placed.nodes,
+        LayerCosts(request.checkpoint.config, placed.layout, placed.placement.positions),
+    )
+    own = [node for node in placed.nodes if node.driver]
+    return LivingNodes(actors, run, RayView(runtime.address, request.cluster.roots, own))

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from k3ray.cluster_report import message_report, report_lines
+from pathlib import Path
+
+from k3ray.cluster.cluster_file import described_node, described_speeds
+from k3ray.cluster.placement import place
+from k3ray.cluster.seats import ClusterWishes
+from k3ray.cluster_report import message_report, node_reports, report_lines
 from k3ray.workers.message_counts import MessageCounts, Traffic
+from k3ray.workers.model.config import read_config
+from k3ray.workers.tape.layout import plan_layout
 
 STAGES = ["layers 0..4", "layers 5..8"]
 NODES = {"layers 0..4": "a", "layers 5..8": "b", "shard 0 of 2": "a", "shard 1 of 2": "b"}
@@ -35,3 +42,24 @@ def test_counts_add_up_and_take_away() -> None:
     counts = counted()
     assert (counts + counts - counts) == counts
     assert (counts - counts).way_bytes == {} and (counts - counts).positions == 0
+
+
+def test_a_node_that_was_lost_keeps_its_line_without_actors() -> None:
+    config = read_config(Path(__file__).parents[1] / "data" / "k3b")
+    speeds, layers = described_speeds(50, 2), tuple(range(9))
+    nodes = [described_node(name, 2 * 10**9, 2, speeds, layers, driver=name == "a") for name in ("a", "b", "c")]
+    placement = place(config, plan_layout(config, 32 << 10), nodes, ClusterWishes(positions=20))
+    parts = [actor.budget.name for actor in (*placement.stages, *placement.shards)]
+    peaks = {part: 100 + number for number, part in enumerate(parts)}
+    planned = {part: placement.nodes[actor.node].name
+               for part, actor in zip(parts, (*placement.stages, *placement.shards), strict=True)}  # fmt: skip
+    before = node_reports(placement, planned, "a", 5000, peaks)
+    assert [(node.name, len(node.actors)) for node in before] == [("a", 2), ("b", 2), ("c", 2)]
+    assert before[0].measured_bytes == 5000 and before[1].measured_bytes == 101 + 104
+    moved = {part: "new" if node == "c" else node for part, node in planned.items()}
+    after = node_reports(placement, moved, "a", 5000, {part: peak for part, peak in peaks.items() if part != parts[2]})
+    assert [(node.name, len(node.actors), node.measured_bytes) for node in after[1:]] == [
+        ("b", 2, 205), ("c", 0, 0), ("new", 2, 105),
+    ]  # fmt: skip
+    assert after[3].actors[0].measured_bytes is None and after[3].planned_bytes == 0
+    assert "b: 0.58 GB planned" in "\n".join(report_lines(after, None))
