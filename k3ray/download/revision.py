@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 from k3ray.download.answers import Transient
@@ -54,8 +55,7 @@ def find_record(
         )
     if record is not None and revision == record.commit:
         return record
-    name, at = repository, revision
-    listing = patiently(line, patience, say, lambda: line.hub.listing(name, at))
+    listing = patiently(line, patience, say, partial(line.hub.listing, repository, revision))
     if not COMMIT.fullmatch(revision):
         say(f"revision {revision} of {repository} is commit {listing.commit} now, and this folder keeps to it")
     if record is not None and listing.commit != record.commit:
