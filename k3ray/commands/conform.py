@@ -164,7 +164,8 @@ def _write_log(request: ConformRequest, reports: Sequence[LayerReport], about: d
     lines = [f"{name}: {value}" for name, value in about.items()]
     for report in reports:
         lines += ["", *log_lines(report)]
-    write_file(request.log, "\n".join([*lines, "", conclusion(reports), ""]).encode())
+    ending = f"interrupted {about['interrupted']}; until then " if "interrupted" in about else ""
+    write_file(request.log, "\n".join([*lines, "", ending + conclusion(reports), ""]).encode())
     say(f"wrote {request.log}")
 
 

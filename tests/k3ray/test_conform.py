@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from k3ray.conform import TOLERANCES, Conformance, ReferenceBroke
@@ -182,3 +184,19 @@ def test_a_reference_that_fails_is_no_pass(
     monkeypatch.setattr(part, "attends_with_mla", lambda settings, layer: layer in settings.linear["full_attn_layers"])
     with pytest.raises(ReferenceBroke, match=r"layer 2: the reference failed and nothing was compared.*conv1d|q_proj"):
         reports_of(own, reference, MLA_MOE)
+
+
+def test_the_reference_decodes_released_bytes(shared_data: Path) -> None:
+    """64 rows of a released expert: every value, in every bit, and not with the nibbles swapped."""
+    import torch
+
+    record = json.loads((shared_data / "mxfp4.json").read_text())
+    packed, scales, expected = (np.array(record[name]["data"]) for name in ("packed", "scales", "expected"))
+    rows = record["rows"]
+    decode = torch_part("arithmetic").decode_mxfp4
+    bytes_of = [torch.from_numpy(values.astype(np.uint8).reshape(rows, -1)) for values in (packed, scales)]
+    for dtype in (torch.float32, torch.float64):
+        found = decode(*bytes_of, dtype).numpy()
+        assert found.tobytes() == expected.astype(found.dtype).reshape(rows, -1).tobytes()
+    swapped = decode((bytes_of[0] >> 4) | (bytes_of[0] << 4), bytes_of[1], torch.float32).numpy()
+    assert swapped[0, :64].tolist() == record["expected_swapped_nibbles"]["first64"] != expected[:64].tolist()
