@@ -51,9 +51,9 @@ SHAPES = (
     Shape("a stage's last frame", 1, 258_900, 64, 200),
     Shape("2 shards, 1 token", 2, 15_120, 115_232, 200),
     Shape("4 shards, 1 token", 4, 15_120, 57_896, 200),
-    Shape("2 shards, 64 tokens", 2, 920_560, 7_340_576, 15),
-    Shape("4 shards, 64 tokens", 4, 920_560, 3_670_560, 15),
-    Shape("a stage's last frame, 64 tokens", 1, 16_520_000, 64, 15),
+    Shape("2 shards, 64 tokens", 2, 920_560, 7_340_576, 6),
+    Shape("4 shards, 64 tokens", 4, 920_560, 3_670_560, 6),
+    Shape("a stage's last frame, 64 tokens", 1, 16_520_000, 64, 6),
 )
 
 
@@ -64,7 +64,7 @@ def measure(place: str, carriers: dict[str, Carrier], rounds: int) -> list[dict[
         seconds: dict[str, list[float]] = {way: [] for way in carriers}
         for turn in range(rounds):
             for way, carrier in carriers.items():
-                seconds[way] += timed(carrier, shape, WARM_UP if turn == 0 else 2)
+                seconds[way] += timed(carrier, shape, min(WARM_UP, shape.trips // 2) if turn == 0 else 1)
         for way, found in seconds.items():
             tenths = quantiles(found, n=10)
             records.append(

@@ -81,9 +81,16 @@ def test_a_frame_that_ends_early_is_refused(length: int) -> None:
 
 @pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, 1 << 62, (1 << 64) - 1])
 def test_a_length_too_large_takes_no_memory(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hop_frames.pa, "allocate_buffer", lambda size: pytest.fail(f"took {size} bytes"))
+    taken: list[int] = []
+
+    def allocate(size: int) -> pa.Buffer:
+        taken.append(size)
+        raise HopBroken(f"{size} bytes")
+
+    monkeypatch.setattr(hop_frames.pa, "allocate_buffer", allocate)
     with pytest.raises(HopBroken, match=f"{length} bytes"):
         received(HEADER.pack(REQUEST, 1, 0, length))
+    assert taken == []
 
 
 @given(st.binary(min_size=HEADER.size, max_size=100))
