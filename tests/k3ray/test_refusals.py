@@ -24,7 +24,7 @@ def model(k3b_dir: Path, tmp_path: Path) -> Path:
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     for name in ("K3_MODEL_DIR", "K3_TOK_FILES", "OMP_NUM_THREADS", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("k3ray.model.ray_runtime", lambda *_: pytest.fail("Ray was started for a refused command"))
+    monkeypatch.setattr("k3ray.starting.ray_runtime", lambda *_: pytest.fail("Ray was started for a refused command"))
     monkeypatch.setattr("sys.argv", ["k3ray", *arguments])
     with pytest.raises(SystemExit) as ending:
         main()
