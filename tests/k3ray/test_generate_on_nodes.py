@@ -22,7 +22,7 @@ from tests.parts import TOP, cut_by_layers, part_of
 from tests.ray_nodes import RayNodes, ray_nodes
 from tests.tapes import opened_model
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 MB = 10**6
 IDS = [84, 197, 179, 385, 423]
