@@ -119,11 +119,17 @@ class Flights:
                     flight.failed = True
         return lost
 
-    def resend(self) -> None:
-        """Send every interrupted step on from the first stage that has not answered it."""
+    def resend(self) -> range:
+        """Send every interrupted step on from the first stage that has not answered it; returns who gets one.
+
+        What was asked of these before stands in their queues in front of such a step, not behind it.
+        """
+        first = self._actors.num_stages
         for flight in self._flights:
             if not (flight.is_finished or flight.failed) and flight.tickets[flight.answered] is None:
+                first = min(first, flight.answered)
                 self._send_rest(flight)
+        return range(first, self._actors.num_stages)
 
     def _send_rest(self, flight: Flight) -> None:
         kept = flight.step.inputs[flight.answered]

@@ -23,7 +23,7 @@ from k3ray.workers.specs import CheckpointSpec, StageSpec, TapeSpec
 
 HEAD_LOOK_S = 1.0
 HEAD_SILENT_S = 20.0  # a head that does not accept a connection for so long is lost
-BELIEVED_S = 5.0  # what was found about a node is not looked at again before
+BELIEVED_S = 5.0  # a node that does not answer is not asked again before; one that does may die at once
 
 
 class HeadLost(ActorLost):
@@ -97,7 +97,7 @@ class LivingNodes:
             node.node_id: run.placement.nodes[number].budget_bytes - run.placement.node_bytes(number)
             for number, node in enumerate(run.nodes)
         }  # what is left of it: the moves come off
-        self._looked: dict[str, tuple[float, bool]] = {}
+        self._silent: dict[str, float] = {}  # when a node was found not to answer
         self._head_answered = clock()
         self._head_asked = clock()
 
@@ -169,10 +169,11 @@ class LivingNodes:
     def _reaches(self, node: str) -> bool:
         if node == self._view.own_id:
             return True
-        when, found = self._looked.get(node, (-BELIEVED_S, False))
-        if self._clock() - when >= BELIEVED_S:
-            found = node in self._view.alive() and self._view.answers(node)
-            self._looked[node] = self._clock(), found
+        if self._clock() - self._silent.get(node, -BELIEVED_S) < BELIEVED_S:
+            return False
+        found = node in self._view.alive() and self._view.answers(node)
+        if not found:
+            self._silent[node] = self._clock()
         return found
 
     def _new_budget(self, facts: NodeFacts) -> int:

@@ -237,7 +237,8 @@ class RecoveringChain:
                 layer_steps += count_layer_steps(replay, self._actors.layers_of(stage.number))
                 snapshots += [told for told in replay if isinstance(told, Restored)]
             loads = {}
-        self._flights.resend()
+        for number in self._flights.resend():
+            self._rounds.forget(number)  # the snapshots asked for behind these steps were taken before them
         if named:
             nbytes = sum(told.snapshot.total_bytes for told in snapshots)
             self._processes.note(named, started, layer_steps, len(snapshots), nbytes)

@@ -210,7 +210,7 @@ def _grown(model: PartCosts, part: LostPart, room: Room, left: int, least: int) 
 
 def _refusal(model: PartCosts, parts: Sequence[LostPart], rooms: Sequence[Room]) -> str:
     return (
-        "the lost actors fit on no node that is left: "
+        "the lost actors do not all fit on the nodes that are left: "
         + " | ".join(f"{_named(part)}: {_why_not(model, part, rooms)}" for part in parts)
         + "; add a node to the cluster, or start again with what there is"
     )

@@ -85,6 +85,9 @@ class Process:
                 self.kill()
             if fault in ("hangs", "is stuck"):
                 self.stopped = fault == "hangs"
+                if fault == "is stuck" and method == "apply" and self.actor.kind == "shard":
+                    self.parts["stuck"] = self.parts["part"]._working()
+                    self.parts["stuck"].__enter__()
                 return
             if self.dead:
                 return
