@@ -15,7 +15,7 @@ from k3ray.cluster.topology import ModelCopy, NodeFacts, NumaNode, TapeCopy
 from k3ray.workers.actors import versions
 from k3ray.workers.checkpoint import shapes
 from k3ray.workers.checkpoint.binding import bind
-from k3ray.workers.checkpoint.index import open_index, open_names
+from k3ray.workers.checkpoint.index import open_index, open_names, open_part
 from k3ray.workers.checkpoint.index_table import TensorIndex
 from k3ray.workers.checkpoint.names import numbers_of, template_of
 from k3ray.workers.checkpoint.shard_files import list_shard_files
@@ -119,7 +119,17 @@ def look_at_tape(path: Path) -> TapeCopy:
 
 
 def _part(path: Path, names: TensorIndex, present: set[str], digest: str, num_layers: int) -> ModelCopy:
-    """A copy of some shards, by the index file: the layers none of whose tensors is elsewhere."""
+    """A copy of some shards, whose headers are proven; that also leaves their index for the actors to come."""
+    open_part(path)
+    layers, top = layers_here(names, present, num_layers)
+    return ModelCopy(str(path), "", digest, False, layers, top)
+
+
+def layers_here(names: TensorIndex, present: set[str], num_layers: int) -> tuple[tuple[int, ...], bool]:
+    """(the layers none of whose tensors is in a shard that is not present, whether the same holds of what is outside).
+
+    names: of the index file.
+    """
     here = np.array([shard.name in present for shard in names.shards])[names.columns.shard_ids]
     templates, (first, _) = template_of(names.columns.keys), numbers_of(names.columns.keys)
     in_layer = np.array([template.startswith(LAYER_STARTS) for template in names.names.templates])[templates]
@@ -127,8 +137,7 @@ def _part(path: Path, names: TensorIndex, present: set[str], digest: str, num_la
     lacking = in_layer & ~here & (first < num_layers)
     whole[first[lacking]] = False
     text = np.array([_is_top(template) for template in names.names.templates])[templates]
-    layers = tuple(int(layer) for layer in np.flatnonzero(whole))
-    return ModelCopy(str(path), "", digest, False, layers, bool(here[text].all()))
+    return tuple(int(layer) for layer in np.flatnonzero(whole)), bool(here[text].all())
 
 
 def _is_top(template: str) -> bool:

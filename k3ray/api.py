@@ -95,7 +95,7 @@ def open_model(
     checkpoint = open_what_is_here(spec)
     folders = (source.model_dir, *spec.mirrors)
     cluster = cluster_wish(
-        checkpoint.config, folders, _path(tape), stages, expert_shards, wishes, _path(plan), _path(roots)
+        checkpoint.config, folders, _path(tape), stages, expert_shards, wishes, _path(plan), _path(roots), layers
     )
     choice = choose_tape(checkpoint, Path(tape), say) if tape is not None and not checkpoint.partial else None
     memory_wish = MemoryWish(choice, wishes, context)

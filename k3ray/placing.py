@@ -75,14 +75,21 @@ def cluster_wish(
     memory: Wishes,
     plan: Path | None,
     roots: Path | None,
+    layers: int | None = None,
 ) -> ClusterWish:
-    """Read the plan and the roots; refuses what a plan says already. config: of the layers that are run.
+    """Read the plan and the roots; refuses what a plan says already. config: of the layers that are run, layers: what
+    was asked of them.
 
     Raises PlanFileFailure, TomlFailure, PlacementFailure.
     """
     here = Roots(tuple(str(folder.resolve()) for folder in model_dirs), (str(tape.resolve()),) if tape else ())
     if plan is not None:
-        given = {"--stages": stages, "--expert-shards": shards, memory.said: None if memory == Wishes() else 1}
+        given = {
+            "--layers": layers,
+            "--stages": stages,
+            "--expert-shards": shards,
+            memory.said: None if memory == Wishes() else 1,
+        }
         names = [name for name, value in given.items() if value is not None]
         if names:
             raise PlacementFailure(

@@ -112,7 +112,8 @@ class LayerStageActor:
 
     def load(self, spec: StageSpec, shards: Sequence[Any]) -> ProcessReport:
         """Compile the kernels or take them from the cache, and load the stage; shards are actor handles."""
-        self._memory.watch()
+        if spec.node_id is not None:  # on this host the driver watches it
+            self._memory.watch()
         if spec.node_id is not None:
             self._fence.begin()
         if self._parts is not None:
@@ -218,7 +219,8 @@ class ExpertShardActor:
         ports: the first and the last at which it may listen for stages of other nodes; None: any.
         """
         self._ports = ports
-        self._memory.watch()
+        if spec.node_id is not None:  # on this host the driver watches it
+            self._memory.watch()
         if spec.node_id is not None:
             self._fence.begin()
         if self._store is not None:

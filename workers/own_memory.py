@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 INTERVAL_S = 0.5
-LARGEST_SHARE = 0.05  # of one core: the kernel walks all page tables for one sample
+LARGEST_SHARE = 0.02  # of one core: the kernel walks all page tables for one sample
 OWN = Path("/proc/self")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

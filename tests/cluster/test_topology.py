@@ -12,14 +12,15 @@ import pytest
 
 from k3ray.cluster import devices, node_speeds
 from k3ray.cluster.devices import CHUNK, EXPERT, MemorySpeed
-from k3ray.cluster.node_facts import Inquiry, look, look_at_model, look_at_tape, numa_nodes
+from k3ray.cluster.node_facts import Inquiry, layers_here, look, look_at_model, look_at_tape, numa_nodes
 from k3ray.cluster.node_survey import names_of, survey
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
 from k3ray.cluster.roots_file import Roots, RootsMap
 from k3ray.cluster.strict_toml import TomlFailure
 from k3ray.cluster.topology import ModelCopy, NodeFacts, TapeCopy, compare_nodes
 from k3ray.workers.actors import versions
-from k3ray.workers.checkpoint.index import open_index
+from k3ray.workers.checkpoint.index import open_index, open_names
+from tests.parts import TOP, cut_by_layers, part_of
 from tests.tapes import opened_model
 
 VERSIONS = {"python": "3.11.7", "k3ray": "0.1.0", "ray": "2.60.0", "numpy": "2.4.0", "numba": "0.68.0"}
@@ -84,21 +85,31 @@ def test_a_whole_copy(k3b_dir: Path) -> None:
     assert copy.same_as(copy)
 
 
-def test_part_copies_hold_the_layers_whose_shards_are_there(shared_data: Path, tmp_path: Path) -> None:
-    """The released index with empty files for some shards: layer l is in shard l+1, embedding and head in 94."""
+def test_part_copies_hold_the_layers_whose_shards_are_there(shared_data: Path) -> None:
+    """The released index: layer l is in shard l+1, embedding and head in 94."""
     release = shared_data / "k3-release"
-    for name in ("config.json", "model.safetensors.index.json.gz"):
-        (tmp_path / name).symlink_to(release / name)
     names = [line.split()[0] for line in (release / "shard_sizes.txt").read_text().splitlines()]
-    for number in (1, 2, 30, 93):
-        (tmp_path / names[number - 1]).touch()
-    copy = look_at_model(tmp_path)
-    assert copy.layers == (0, 1, 29, 92) and not copy.top and not copy.whole and copy.index_digest
-    for number in (1, 2, 30, 93):
-        (tmp_path / names[number - 1]).unlink()
-    (tmp_path / names[93]).touch()
-    copy = look_at_model(tmp_path)
-    assert copy.top and copy.layers == () and not copy.problem
+    index = open_names(release)
+    assert layers_here(index, {names[number - 1] for number in (1, 2, 30, 93)}, 93) == ((0, 1, 29, 92), False)
+    assert layers_here(index, {names[93]}, 93) == ((), True)
+
+
+def test_a_part_of_a_copy_and_a_damaged_one(k3b_dir: Path, tmp_path: Path) -> None:
+    whole = cut_by_layers(k3b_dir, tmp_path / "whole")
+    part = part_of(whole, tmp_path / "part", [TOP, 3, 7])
+    copy = look_at_model(part)
+    assert (
+        copy.layers == (3, 7)
+        and copy.top
+        and not copy.whole
+        and not copy.problem
+        and copy.same_as(look_at_model(whole))
+    )
+    shard = part / "model-00007.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    assert "model-00007" in look_at_model(part).problem and not look_at_model(part).layers
+    shard.write_bytes((part / "model-00003.safetensors").read_bytes())
+    assert "expected in one shard" in look_at_model(part).problem
 
 
 def test_copies_that_cannot_be_used(k3b_dir: Path, tmp_path: Path) -> None:
