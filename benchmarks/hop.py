@@ -1,9 +1,9 @@
 """Round trips between processes, by every way that might carry frames: on this host, and between two made for it.
 
-    .venv/bin/python -m benchmarks.hop [--rounds 5] [--hosts]
+    .venv/bin/python -m benchmarks.hop [--rounds 5] [--places one two]
 
 Frames have the sizes of the released model's (docs/cluster.md); answerers compute nothing. The ways are measured in
-turn, again and again in one run; medians. --hosts: also between two network namespaces joined by a bridge (root).
+turn, again and again in one run; medians. two: between two network namespaces joined by a bridge (root).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def between_hosts(rounds: int) -> list[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory(prefix="hop-hosts-") as folder, ExitStack() as ending:
         try:
-            hosts = ending.enter_context(RayHosts(Path(folder), 2))
+            hosts = ending.enter_context(RayHosts(Path(folder), 2, {"PYTHONPATH": str(ROOT)}))
         except NoHosts as reason:
             print(f"not measured between hosts: {reason}", file=sys.stderr)
             return []
@@ -202,7 +202,7 @@ def main() -> None:
     """Measure, print, append."""
     parser = argparse.ArgumentParser(prog="benchmarks.hop", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hosts", action="store_true", help="also between two network namespaces (root)")
+    parser.add_argument("--places", nargs="+", choices=("one", "two"), default=["one"], help="on one host, on two")
     parser.add_argument("--machine", default=this_machine(), help="name of the results file")
     parser.add_argument("--csv", type=Path, default=None, help="default: benchmarks/results/<machine>-hop.csv")
     parser.add_argument("--inside", default=None, help=argparse.SUPPRESS)
@@ -210,13 +210,12 @@ def main() -> None:
     if arguments.inside is not None:
         inside(arguments.inside, arguments.rounds)
         return
-    load = os.getloadavg()[0]
-    records = on_one_host(arguments.rounds)
-    if arguments.hosts:
-        records += between_hosts(arguments.rounds)
     path = arguments.csv or RESULTS / f"{arguments.machine}-hop.csv"
-    append_records(path, arguments.machine, [{"load": round(load, 2), **record} for record in records])
-    print(f"added {len(records)} rows to {path}")
+    for place in arguments.places:
+        load = os.getloadavg()[0]
+        records = {"one": on_one_host, "two": between_hosts}[place](arguments.rounds)
+        append_records(path, arguments.machine, [{"load": round(load, 2), **record} for record in records])
+        print(f"added {len(records)} rows to {path}")
 
 
 if __name__ == "__main__":
