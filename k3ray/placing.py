@@ -134,17 +134,17 @@ def place_run(
     else:
         usable = _usable(verdicts, say)
         layout = _layout(config, usable)
-        placement, nodes = _place_what_fits(config, layout, usable, _wishes(wish, positions), say)
+        placement, nodes = place_what_fits(config, layout, usable, _wishes(wish, positions), say)
         check_nodes(placement, nodes)
     return Placed(placement, tuple(nodes), layout, placed_plan(placement, nodes, checkpoint, joined))
 
 
-def _place_what_fits(
+def place_what_fits(
     config: ModelConfig, layout: TapeLayout, usable: Sequence[NodeFacts], wishes: ClusterWishes, say: Say
 ) -> tuple[Placement, list[NodeFacts]]:
     """Place the model, leaving out the nodes with least memory while it does not go otherwise; never this host.
 
-    Raises what all nodes together were refused for.
+    Raises what all nodes together were refused for, with what decides each one's memory.
     """
     nodes, first = list(usable), None
     while True:
@@ -155,7 +155,8 @@ def _place_what_fits(
             first = first or failure
             others = [node for node in nodes if not node.driver]
             if len(nodes) == 1 or not others:
-                raise first from None
+                available = (f"{node.name} {gigabytes(node.available_bytes)} ({node.decided_by})" for node in usable)
+                raise PlacementFailure(f"{first}\navailable: {'; '.join(available)}") from None
             nodes.remove(min(others, key=lambda node: node.available_bytes))
     for node in usable:
         if node not in nodes:
