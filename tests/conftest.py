@@ -40,9 +40,12 @@ def k3a_dir(shared_data: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
-    """A Ray cluster of three hosts (tests/ray_hosts.py), for tests that leave all of them alive and connected."""
+    """A Ray cluster of three hosts (tests/ray_hosts.py), for tests that leave all of them alive and connected.
+
+    Ray may promise memory for one run of the golden checkpoint there, not for two.
+    """
     try:
-        hosts = RayHosts(tmp_path_factory.mktemp("hosts"), 3)
+        hosts = RayHosts(tmp_path_factory.mktemp("hosts"), 3, memory_bytes=850_000_000)
     except NoHosts as reason:
         pytest.skip(str(reason))
     with hosts:

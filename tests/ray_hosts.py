@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from k3ray.kernels.compile import cache_directory
 from tests.hosts import Host, Hosts, Inside
@@ -26,10 +29,20 @@ LEAVE_S = 20.0
 class RayHosts(Hosts):
     """Hosts, the first of which is the head of a Ray cluster."""
 
-    def __init__(self, folder: Path, count: int, settings: Mapping[str, str] | None = None) -> None:
-        """Make `count` hosts and start Ray on them. settings: Ray's own, RAY_..., of every daemon."""
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        settings: Mapping[str, str] | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """Make `count` hosts and start Ray on them.
+
+        settings: Ray's own, RAY_..., of every daemon. memory_bytes: what Ray may promise on each host.
+        """
         super().__init__(folder)
         self.settings = dict(settings or {})
+        self._options = [*LEAN, *([] if memory_bytes is None else [f"--memory={memory_bytes}"])]
         try:
             self.start_ray(self.add())
             started = [self.begin_join(self.add()) for _ in range(count - 1)]
@@ -52,7 +65,7 @@ class RayHosts(Hosts):
     def start_ray(self, host: Host) -> None:
         """`ray start --head` with a token that it makes itself."""
         _succeeded(self.run(host, [str(PROGRAMS / "ray"), "get-auth-token", "--generate"], self.environment()))
-        command = ["start", "--head", f"--port={PORT}", "--include-dashboard=false", *LEAN]
+        command = ["start", "--head", f"--port={PORT}", "--include-dashboard=false", *self._options]
         _succeeded(self._ray(host, command).finish(START_S))
 
     def join_ray(self, host: Host, environment: Mapping[str, str] | None = None) -> None:
@@ -64,7 +77,7 @@ class RayHosts(Hosts):
         target = host.home / ".ray"
         target.mkdir(exist_ok=True)
         shutil.copy(self.head.home / ".ray" / "auth_token", target / "auth_token")
-        return self._ray(host, ["start", f"--address={self.ray_address}", *LEAN], environment)
+        return self._ray(host, ["start", f"--address={self.ray_address}", *self._options], environment)
 
     def leave_ray(self, host: Host) -> None:
         """Take a host out of the cluster in order, as `ray stop` there would, and end it."""
@@ -97,6 +110,70 @@ class RayHosts(Hosts):
     def _ray(self, host: Host, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Inside:
         command = [str(PROGRAMS / "ray"), *arguments, f"--node-ip-address={host.address}"]
         return self.start(host, command, self.environment(environment))
+
+
+class Running:
+    """A run of k3ray whose text and messages are read as they come."""
+
+    def __init__(self, inside: Inside) -> None:
+        self._inside = inside
+        self._texts: dict[str, list[str]] = {"out": [], "err": []}
+        self._changed = threading.Condition()
+        pipes = {"out": inside.process.stdout, "err": inside.process.stderr}
+        self._readers = [
+            threading.Thread(target=self._read, args=(name, pipe), daemon=True) for name, pipe in pipes.items()
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def await_text(self, characters: int) -> None:
+        """Wait until so much has been generated; AssertionError with its messages where it ends before."""
+        self._await(lambda: len(self.out) >= characters)
+
+    def await_message(self, text: str, times: int = 1) -> None:
+        """Wait until it has said something so often; see await_text."""
+        self._await(lambda: self.err.count(text) >= times)
+
+    @property
+    def out(self) -> str:
+        """The generated text so far."""
+        return "".join(self._texts["out"])
+
+    @property
+    def err(self) -> str:
+        """The messages so far."""
+        return "".join(self._texts["err"])
+
+    def signal(self, number: int) -> None:
+        """See Inside.signal."""
+        self._inside.signal(number)
+
+    def finish(self, timeout_s: float = START_S) -> subprocess.CompletedProcess[str]:
+        """Wait for the end; AssertionError with its messages after killing it otherwise."""
+        process = self._inside.process
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            raise AssertionError(f"it did not end within {timeout_s:g} s:\n{self.err}") from None
+        finally:
+            for reader in self._readers:
+                reader.join()
+        return subprocess.CompletedProcess(process.args, process.returncode, self.out, self.err)
+
+    def _await(self, met: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: met() or self._inside.process.poll() is not None, START_S)
+            assert met(), self.err
+
+    def _read(self, name: str, pipe: IO[str]) -> None:
+        with pipe:
+            while piece := pipe.read(1):
+                with self._changed:
+                    self._texts[name].append(piece)
+                    self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
 
 def _succeeded(done: subprocess.CompletedProcess[str]) -> None:
