@@ -1,4 +1,4 @@
-"""Runs over several hosts (tests/node_run.py) that are struck at chosen calls: for the tests and scripts/fault_matrix."""
+"""Runs over several hosts (tests/node_run.py) that are struck at chosen calls: for tests and scripts/fault_matrix."""
 
 from __future__ import annotations
 
