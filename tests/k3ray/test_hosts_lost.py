@@ -1,0 +1,58 @@
+"""`k3ray generate` over separate hosts of which some are lost for good: the same bits, on those that remain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from k3ray.cluster.plan import make_plan
+from k3ray.driver import Driver
+from k3ray.proof import trace
+from k3ray.workers.in_process import start_in_process
+from k3ray.workers.loading import CheckpointSpec
+from tests.goldens import read_golden
+from tests.hosts import NoHosts
+from tests.k3ray.test_hosts_generate import actors_on, begin, options, record
+from tests.ray_hosts import RayHosts
+
+pytestmark = pytest.mark.ray
+GEN = 200
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[RayHosts]:
+    """Three hosts that a test may lose, with Ray's settings as they come."""
+    try:
+        made = RayHosts(tmp_path, 3)
+    except NoHosts as reason:
+        pytest.skip(str(reason))
+    with made:
+        yield made
+
+
+def ids_of_one_process(k3b_dir: Path) -> list[int]:
+    alone = make_plan(CheckpointSpec(k3b_dir, None, 9), 1, 0, 1, ())
+    driver = Driver(start_in_process(alone.stages, alone.shards))
+    return list(trace(driver, read_golden(k3b_dir).ids(2), GEN)[0])
+
+
+def test_a_host_is_killed_and_then_another_is_cut_off_for_good(hosts: RayHosts, k3b_dir: Path) -> None:
+    """All of a host's processes at once; then silence, in which no connection is ever closed."""
+    arguments = ["--out", "/tmp/run.json", "--snapshot-every", "8", "--max-recoveries", "4"]
+    run = begin(hosts, options(k3b_dir, GEN, *arguments))
+    second, third = hosts.hosts[1], hosts.hosts[2]
+    hosts.kill(third)
+    run.await_message("lost and loaded again: ", 2)
+    hosts.cut(second)
+    done = run.finish(120.0)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "raylet" not in done.stdout + done.stderr
+    found = record(hosts)
+    assert found["generated_ids"] == ids_of_one_process(k3b_dir)
+    moves = [place for recovery in found["recoveries"] for place in recovery["places"]]
+    assert all(" -> " in move and not move.endswith(third.name) for move in moves)
+    assert {move.split(":")[0] for move in moves if f": {third.name} ->" in move} == {"stage 2", "shard 2"}
+    assert all(move.endswith("-> host-1") for move in moves if f": {second.name} ->" in move)
+    assert not actors_on(hosts, hosts.head)
