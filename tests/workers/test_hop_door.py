@@ -1,77 +1,29 @@
-"""A door and links to it: whoever hangs, cuts, floods or dies, the others are answered, each with his own answer."""
+"""A door: whoever hangs, cuts, floods or dies, the others are answered, each with his own answer."""
 
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 
-from k3ray.workers import hop_door, hop_frames
-from k3ray.workers.experts import MissingExpert
-from k3ray.workers.hop_address import DoorAddress, NoPort, connect, wake
+from k3ray.workers import hop_door
+from k3ray.workers.hop_address import NoPort, connect
 from k3ray.workers.hop_door import HopDoor
-from k3ray.workers.hop_failures import ShardFailure
-from k3ray.workers.hop_frames import HEADER, REQUEST, FrameTooLarge, HopFrame, send_frame
-from k3ray.workers.hop_link import HopCounts, HopLink, ShardUnreachable
+from k3ray.workers.hop_frames import HEADER, REQUEST, HopFrame, send_frame
+from k3ray.workers.hop_link import HopCounts, ShardUnreachable
 from k3ray.workers.hop_secret import answer
-from k3ray.workers.shard_link import ReplaceableShard, ShardGone
-
-Answer = Callable[[pa.Buffer], pa.Buffer]
-LOCAL, TCP, TCP6 = "", "127.0.0.1", "::1"
-
-
-def echo(message: pa.Buffer) -> pa.Buffer:
-    return pa.py_buffer(b"answer to " + message.to_pybytes())
+from tests.hop_ends import LOCAL, TCP, TCP6, address_of, ask, echo, link_to, opened_doors
 
 
 @pytest.fixture
 def doors() -> Iterator[Callable[..., HopDoor]]:
-    made: list[HopDoor] = []
-
-    def make(answering: Answer = echo, proof_s: float = 5.0) -> HopDoor:
-        made.append(HopDoor(answering, proof_s))
-        return made[-1]
-
-    yield make
-    for door in made:
-        door.close()
-    deadline = time.monotonic() + 5
-    while any(thread.name.startswith("k3ray-hop") for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("k3ray-hop")]
-
-
-def link_to(address: DoorAddress, counts: HopCounts | None = None, patience_s: float = 5.0) -> HopLink:
-    return HopLink(lambda given_up: address, counts, patience_s)
-
-
-def address_of(door: HopDoor, host: str) -> DoorAddress:
-    return door.at(host) if host else door.local()
-
-
-def ask(link: HopLink, text: bytes) -> bytes:
-    return link.collect(link.submit(pa.py_buffer(text))).to_pybytes()
-
-
-def within(seconds: float, work: Callable[[], bytes]) -> bytes:
-    """What the work returns; a failed assertion where it waits for ever."""
-    found: Future[bytes] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except Exception as error:  # noqa: BLE001 - raised again below
-            found.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    assert wait([found], seconds).done, "it waits for ever"
-    return found.result()
+    with opened_doors() as make:
+        yield make
 
 
 @pytest.mark.parametrize("host", [LOCAL, TCP, TCP6])
@@ -115,32 +67,6 @@ def test_only_the_address_that_was_asked_for_listens(doors: Callable[..., HopDoo
         socket.create_connection((TCP, port), 5)
 
 
-@pytest.mark.parametrize("size", [14_384, 920_560, 7_340_576])
-@pytest.mark.parametrize("host", [LOCAL, TCP])
-def test_frames_of_a_prompt_go_both_ways_whole(doors: Callable[..., HopDoor], host: str, size: int) -> None:
-    link = link_to(address_of(doors(lambda message: message), host))
-    text = bytes(range(251)) * (size // 251)
-    assert ask(link, text) == text
-    link.close()
-
-
-def test_a_failure_is_raised_as_it_was_and_the_next_request_is_answered(doors: Callable[..., HopDoor]) -> None:
-    def answering(message: pa.Buffer) -> pa.Buffer:
-        if message.to_pybytes() == b"missing":
-            raise MissingExpert("layer 3 expert 5")
-        if message.to_pybytes() == b"mistake":
-            raise ZeroDivisionError("one by nothing")
-        return echo(message)
-
-    link = link_to(doors(answering).local())
-    with pytest.raises(MissingExpert, match="layer 3 expert 5"):
-        ask(link, b"missing")
-    with pytest.raises(ShardFailure, match="ZeroDivisionError: one by nothing"):
-        ask(link, b"mistake")
-    assert ask(link, b"x") == b"answer to x"
-    link.close()
-
-
 def test_one_request_is_computed_at_a_time_and_every_stage_gets_its_own_answer(doors: Callable[..., HopDoor]) -> None:
     at_work, most = [], []
 
@@ -162,20 +88,6 @@ def test_one_request_is_computed_at_a_time_and_every_stage_gets_its_own_answer(d
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(stage, range(4)))
     assert max(most) == 1 and len(most) == 60
-
-
-def test_an_answer_that_nobody_collected_is_not_given_to_the_next_request(doors: Callable[..., HopDoor]) -> None:
-    """A step that failed half way leaves large answers behind: both ends would wait for each other to read."""
-    link = link_to(doors(lambda message: pa.py_buffer(message.to_pybytes() * 2)).local())
-
-    def step() -> bytes:
-        link.submit(pa.py_buffer(b"left" * 1_000_000))
-        second = link.submit(pa.py_buffer(b"next" * 1_000_000))
-        third = link.submit(pa.py_buffer(b"last"))
-        return link.collect(third).to_pybytes() + link.collect(second).to_pybytes()
-
-    assert within(20, step) == b"lastlast" + b"next" * 2_000_000
-    link.close()
 
 
 def test_a_wrong_secret_is_never_let_in(doors: Callable[..., HopDoor]) -> None:
@@ -250,106 +162,3 @@ def test_an_asker_that_goes_in_the_middle_of_a_frame_harms_nobody(doors: Callabl
     link = link_to(address)
     assert ask(link, b"x") == b"answer to x"
     link.close()
-
-
-def test_a_connection_that_is_cut_is_made_again_and_the_request_sent_again(doors: Callable[..., HopDoor]) -> None:
-    asked: list[bytes] = []
-
-    def answering(message: pa.Buffer) -> pa.Buffer:
-        asked.append(message.to_pybytes())
-        if len(asked) == 2:
-            for one in list(door._friends):
-                wake(one)
-        return echo(message)
-
-    door = doors(answering)
-    link = link_to(door.at(TCP))
-    assert ask(link, b"1") == b"answer to 1"
-    assert ask(link, b"2") == b"answer to 2"
-    assert asked == [b"1", b"2", b"2"]
-    link.close()
-
-
-def test_a_request_that_breaks_every_connection_is_given_up(doors: Callable[..., HopDoor]) -> None:
-    def answering(message: pa.Buffer) -> pa.Buffer:
-        for one in list(door._friends):
-            wake(one)
-        return message
-
-    door = doors(answering)
-    link = link_to(door.local())
-    with pytest.raises(ShardUnreachable, match="broke under one request"):
-        ask(link, b"x")
-    link.close()
-
-
-def test_a_shard_that_lives_and_cannot_be_reached_is_told_with_its_port(doors: Callable[..., HopDoor]) -> None:
-    door = doors()
-    address = door.at(TCP)
-    door.close()
-    link = link_to(address, patience_s=0.1)
-    with pytest.raises(ShardUnreachable, match=rf"{TCP} port {address.port} has not let us in.*firewall"):
-        ask(link, b"x")
-
-
-def test_a_message_that_nobody_takes_is_a_failure_of_the_step(
-    doors: Callable[..., HopDoor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hop_frames, "MAX_FRAME_BYTES", 1000)
-    link = link_to(doors(lambda message: pa.py_buffer(bytes(2000)) if message.size == 7 else message).local())
-    with pytest.raises(FrameTooLarge, match="2,000 bytes"):
-        ask(link, b"seven..")
-    with pytest.raises(FrameTooLarge, match="1,001 bytes"):
-        ask(link, bytes(1001))
-    assert ask(link, b"small") == b"small"
-    link.close()
-
-
-def test_a_shard_that_is_replaced_while_it_is_waited_for(doors: Callable[..., HopDoor]) -> None:
-    """The old one hangs, as on a host that is gone without a word; the wait ends, and the new one is asked."""
-    hung, asked = threading.Event(), threading.Event()
-
-    def hanging(message: pa.Buffer) -> pa.Buffer:
-        asked.set()
-        hung.wait(20)
-        return message
-
-    old, new = link_to(doors(hanging).at(TCP)), link_to(doors().at(TCP))
-    shard = ReplaceableShard(old)
-    found: Future[bytes] = Future()
-
-    def step() -> None:
-        found.set_result(shard.collect(shard.submit(pa.py_buffer(b"x"))).to_pybytes())
-
-    threading.Thread(target=step, daemon=True).start()
-    assert asked.wait(5)
-    unused = shard.replace(new, 1)
-    assert unused is old
-    old.close()
-    assert wait([found], 5).done, "it waits for the one that is gone"
-    assert found.result() == b"answer to x"
-    hung.set()
-    new.close()
-
-
-def test_a_link_whose_shard_is_gone_says_so_until_it_is_replaced(doors: Callable[..., HopDoor]) -> None:
-    def gone(given_up: Callable[[], bool]) -> DoorAddress:
-        raise ShardGone("killed")
-
-    link = HopLink(gone)
-    ticket = link.submit(pa.py_buffer(b"x"))  # raises nothing: the wait for a replacement is collect's
-    with pytest.raises(ShardGone, match="killed"):
-        link.collect(ticket)
-    new = link_to(doors().local())
-    shard = ReplaceableShard(link)
-    asked = shard.submit(pa.py_buffer(b"y"))
-    shard.replace(new, 1)
-    assert shard.collect(asked).to_pybytes() == b"answer to y"
-    new.close()
-
-
-def test_a_closed_link_makes_no_connection(doors: Callable[..., HopDoor]) -> None:
-    link = link_to(doors().local())
-    link.close()
-    with pytest.raises(ShardGone, match="replaced"):
-        ask(link, b"x")
