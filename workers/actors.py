@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -32,14 +32,14 @@ from k3ray.workers.message_counts import MessageCounts
 from k3ray.workers.model.snapshot import StatePiece
 from k3ray.workers.own_memory import OwnMemory
 from k3ray.workers.shard import ExpertShard
-from k3ray.workers.shard_link import ReplaceableShard, ShardGone
+from k3ray.workers.shard_door import ShardDoor
+from k3ray.workers.shard_link import ReplaceableShard
 from k3ray.workers.specs import part_name
 from k3ray.workers.stage import LayerStage
 from k3ray.workers.step_times import StepTimes
 
 Part = TypeVar("Part")
 ASIDE = "aside"  # the concurrency group of the calls that are answered while the actor is at work
-LOOK_S = 0.5  # between two looks at whether an answer is still wanted
 
 
 class NotLoaded(Failure):
@@ -67,29 +67,6 @@ def versions() -> dict[str, str]:
         "numba": numba.__version__,
         "pyarrow": pa.__version__,
     }
-
-
-class ShardDoor:
-    """Where a shard's door is, asked of its actor: Ray's call, which is authenticated, carries the secret."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def __call__(self, given_up: Callable[[], bool]) -> DoorAddress:
-        """Wait until the shard has loaded and answers; see HopLink."""
-        ticket = self._handle.door.remote(ray.get_runtime_context().get_node_id())
-        while not ray.wait([ticket], timeout=LOOK_S)[0]:
-            if given_up():
-                raise ShardGone("the shard was replaced")
-        try:
-            address: DoorAddress = ray.get(ticket)
-            return address
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except ray.exceptions.ActorUnavailableError as error:
-            raise ConnectionError(f"its process cannot be asked: {error}") from None
-        except ray.exceptions.RayActorError as error:
-            raise ShardGone(str(error)) from None
 
 
 def _is_given_up() -> bool:
