@@ -92,6 +92,8 @@ def _answer(inquiry: Inquiry, ref: Any, answer_s: float) -> NodeFacts:
         with suppress(ray.exceptions.RayError):
             ray.cancel(ref, force=True)
         problem = f"did not answer in {answer_s:g} s: is it overloaded, or its disk gone?"
+    except (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError):
+        problem = "left the cluster while it was asked: is it running and reachable? `ray start` there again"
     except ray.exceptions.RayError as error:
         problem = f"could not answer ({reason_of(error)}): install the same k3ray, Python and Ray there"
     return NodeFacts(inquiry.node_id, inquiry.name, inquiry.address, driver=inquiry.driver, problem=problem)

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +30,13 @@ FIRST = """
 trap '' CHLD
 set -e
 hostname "$1"
+mount --bind /tmp /mnt
 mount --bind "$2" /tmp
 mount -t tmpfs -o "size=$3" k3ray /dev/shm
 ip link set lo up
+shift 3
+for kept; do mkdir -p "/tmp/$kept"; mount --bind "/mnt/$kept" "/tmp/$kept"; done
+umount /mnt
 echo ready
 exec cat
 """
@@ -65,9 +69,13 @@ class Host:
 class Hosts:
     """Some hosts on one bridge. Use it as a context: at the end everything is gone, whatever has happened."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: where each host has its /tmp. Raises NoHosts."""
+    def __init__(self, folder: Path, kept: Iterable[Path] = ()) -> None:
+        """folder: where each host has its /tmp. kept: folders that hosts see even where they lie in this machine's /tmp.
+
+        Raises NoHosts.
+        """
         self._folder = folder
+        self._kept = sorted({str(path.relative_to("/tmp")) for path in kept if path.is_relative_to("/tmp")})
         self._made = 0
         self.hosts: list[Host] = []
         self._switch = self._first_process("switch")
@@ -181,7 +189,7 @@ class Hosts:
         keeper = subprocess.Popen(
             [
                 *("timeout", "--signal=KILL", str(LIFE_S), "unshare", *kinds),
-                *("sh", "-c", FIRST, "k3ray-host", name, str(folder), SHARED_MEMORY),
+                *("sh", "-c", FIRST, "k3ray-host", name, str(folder), SHARED_MEMORY, *self._kept),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -16,6 +16,7 @@ from k3ray.kernels.compile import cache_directory
 from tests.hosts import Host, Hosts, Inside
 
 PROGRAMS = Path(sys.executable).parent  # not resolved: the environment's folder, with ray and k3ray in it
+ROOT = Path(__file__).resolve().parents[1]  # hosts run this copy of the project, wherever it was installed from
 PORT = 6379
 STORE_BYTES = 80_000_000
 LEAN = (
@@ -40,7 +41,8 @@ class RayHosts(Hosts):
 
         settings: Ray's own, RAY_..., of every daemon. memory_bytes: what Ray may promise on each host.
         """
-        super().__init__(folder)
+        kernels = cache_directory()
+        super().__init__(folder, [ROOT, PROGRAMS.parent, *([] if kernels is None else [kernels.parent])])
         self.settings = dict(settings or {})
         self._options = [*LEAN, *([] if memory_bytes is None else [f"--memory={memory_bytes}"])]
         try:
@@ -92,7 +94,12 @@ class RayHosts(Hosts):
         """What commands in the hosts see: no compiled kernel is compiled again, and Ray asks for tokens."""
         kernels = cache_directory()
         shared = {} if kernels is None else {"NUMBA_CACHE_DIR": str(kernels.parent)}
-        base = {"RAY_AUTH_MODE": "token", "RAY_memory_monitor_refresh_ms": "0", **self.settings}
+        base = {
+            "PYTHONPATH": str(ROOT),
+            "RAY_AUTH_MODE": "token",
+            "RAY_memory_monitor_refresh_ms": "0",
+            **self.settings,
+        }
         return {**base, **shared, **(more or {})}
 
     def begin_k3ray(self, arguments: Sequence[str], host: Host | None = None, **environment: str) -> Inside:

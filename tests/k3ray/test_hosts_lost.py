@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,14 +23,28 @@ pytestmark = pytest.mark.ray
 GEN = 200
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[RayHosts]:
-    """Three hosts that a test may lose, with Ray's settings as they come."""
+QUICK = {  # by default Ray takes a minute to notice a host that has fallen silent
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1500",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+@contextmanager
+def hosts_to_lose(folder: Path, count: int, settings: Mapping[str, str] | None = None) -> Iterator[RayHosts]:
     try:
-        made = RayHosts(tmp_path, 3)
+        made = RayHosts(folder, count, settings)
     except NoHosts as reason:
         pytest.skip(str(reason))
     with made:
+        yield made
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[RayHosts]:
+    """Three hosts that a test may lose, with Ray's settings as they come."""
+    with hosts_to_lose(tmp_path, 3) as made:
         yield made
 
 
@@ -56,3 +72,15 @@ def test_a_host_is_killed_and_then_another_is_cut_off_for_good(hosts: RayHosts, 
     assert {move.split(":")[0] for move in moves if f": {third.name} ->" in move} == {"stage 2", "shard 2"}
     assert all(move.endswith("-> host-1") for move in moves if f": {second.name} ->" in move)
     assert not actors_on(hosts, hosts.head)
+
+
+def test_a_host_without_power_is_left_out_with_the_reason(tmp_path: Path, k3b_dir: Path) -> None:
+    with hosts_to_lose(tmp_path, 2, QUICK) as hosts:
+        hosts.power_off(hosts.hosts[1])
+        done = hosts.k3ray(["nodes", str(k3b_dir), "--json"], timeout_s=110)
+    assert done.returncode == 1, done.stderr
+    head, gone = json.loads(done.stdout)["nodes"]
+    assert head["usable"] and not gone["usable"] and gone["name"] == "host-2"
+    assert gone["reasons"] == [
+        "left the cluster while it was asked: is it running and reachable? `ray start` there again"
+    ]

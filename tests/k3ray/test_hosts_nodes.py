@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.hosts import Host, Inside
-from tests.ray_hosts import RayHosts
+from tests.ray_hosts import ROOT, RayHosts
 
 pytestmark = pytest.mark.ray
 NO_PACKAGE = """raise ModuleNotFoundError("No module named 'k3ray'", name="k3ray")"""
@@ -41,7 +41,7 @@ def newcomer(hosts: RayHosts, **modules: str) -> tuple[Host, Inside]:
     for path, text in modules.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
-    return host, hosts.begin_join(host, {"PYTHONPATH": "/tmp/modules"})
+    return host, hosts.begin_join(host, {"PYTHONPATH": f"/tmp/modules:{ROOT}"})
 
 
 def judged(hosts: RayHosts, arguments: list[str], code: int) -> dict[str, dict[str, Any]]:
