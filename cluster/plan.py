@@ -37,11 +37,10 @@ class Plan:
 
 
 def make_plan(checkpoint: CheckpointSpec, num_stages: int, num_shards: int, threads: int, cores: Sequence[int]) -> Plan:
-    """Cut the layers into num_stages runs of nearly equal length and give every actor threads and cores.
+    """Cut the layers into num_stages runs of nearly equal length and deal the threads out over all actors.
 
-    threads: that may be at work on the host. A token is in one stage at a time, so every stage has all of them; the
-    shards are at work together and share them, at least one each, no core twice while there is one for everybody.
-    Raises PlanFailure.
+    threads: of the whole host, shared out so that no core is promised twice while there is one for everybody; an
+    actor has at least one. Raises PlanFailure.
     """
     layers = checkpoint.num_layers
     if not 1 <= num_stages <= layers:
@@ -50,15 +49,16 @@ def make_plan(checkpoint: CheckpointSpec, num_stages: int, num_shards: int, thre
         raise PlanFailure(f"--expert-shards: found {num_shards}, expected 0 to {MAX_SHARDS}")
     if not 1 <= threads <= MAX_THREADS:
         raise PlanFailure(f"--threads: found {threads}, expected 1 to {MAX_THREADS}")
-    shares = share_threads(threads, num_shards)
+    shares = share_threads(threads, num_stages + num_shards)
     cores_of = share_cores(shares, cores)
-    (stage_cores,) = share_cores([threads], cores)
     cuts = [layers * stage // num_stages for stage in range(num_stages + 1)]
     stages = tuple(
-        StageSpec(checkpoint, cuts[stage], cuts[stage + 1], threads, stage_cores) for stage in range(num_stages)
+        StageSpec(checkpoint, cuts[stage], cuts[stage + 1], shares[stage], cores_of[stage])
+        for stage in range(num_stages)
     )
     shards = tuple(
-        ShardSpec(checkpoint, shard, num_shards, shares[shard], cores_of[shard]) for shard in range(num_shards)
+        ShardSpec(checkpoint, shard, num_shards, shares[num_stages + shard], cores_of[num_stages + shard])
+        for shard in range(num_shards)
     )
     return Plan(stages, shards)
 

@@ -179,7 +179,7 @@ def test_shards_that_hold_all_their_experts_cost_nothing() -> None:
 def test_a_run_is_taken_from_the_placement() -> None:
     placement = make_plan(CheckpointSpec(Path("model"), None, 9), 4, 2, 7, range(8))
     run = host_run(SMALL, placement, SMALL_LAYOUT, positions=12, starts_ray=False)
-    assert run.cuts == (0, 2, 4, 6, 9) and run.num_shards == 2 and run.threads == 7
+    assert run.cuts == (0, 2, 4, 6, 9) and run.num_shards == 2 and run.threads == 2
     assert "Ray's daemons" not in smallest_plan(run).parts()
     assert "Ray's daemons" in smallest_plan(replace(run, starts_ray=True)).parts()
 

@@ -1,4 +1,4 @@
-"""Every layer and every expert has exactly one place; those that work together share the threads."""
+"""Every layer and every expert has exactly one place, and threads are dealt out once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from k3ray.workers.loading import CheckpointSpec
 
 
 @given(st.integers(1, 120), st.integers(1, 120), st.integers(0, 20), st.integers(1, 300), st.integers(0, 64))
-def test_every_layer_once_and_no_thread_twice_at_work(
-    layers: int, stages: int, shards: int, threads: int, cores: int
-) -> None:
+def test_every_layer_once_and_no_thread_twice(layers: int, stages: int, shards: int, threads: int, cores: int) -> None:
     spec = CheckpointSpec(Path("model"), None, layers)
     if stages > layers:
         with pytest.raises(PlanFailure, match="--stages"):
@@ -27,13 +25,12 @@ def test_every_layer_once_and_no_thread_twice_at_work(
     assert all(stage.stop > stage.first for stage in plan.stages)
     lengths = [stage.stop - stage.first for stage in plan.stages]
     assert max(lengths) - min(lengths) <= 1
-    assert all(stage.threads == threads for stage in plan.stages)  # one is at work at a time
-    assert sum(shard.threads for shard in plan.shards) == (max(threads, shards) if shards else 0)
+    actors = [*plan.stages, *plan.shards]
+    assert sum(actor.threads for actor in actors) == max(threads, len(actors))
     if cores:
-        assert all(len(actor.cores) == actor.threads for actor in [*plan.stages, *plan.shards])
-        for together in (plan.shards, *([stage] for stage in plan.stages)):
-            promised = [core for actor in together for core in actor.cores]
-            assert len(set(promised)) == min(cores, len(promised))
+        assert all(len(actor.cores) == actor.threads for actor in actors)
+        promised = [core for actor in actors for core in actor.cores]
+        assert len(set(promised)) == min(cores, len(promised))
     assert make_plan(spec, stages, shards, threads, range(cores)) == plan
 
 
