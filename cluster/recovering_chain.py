@@ -145,8 +145,7 @@ class RecoveringChain:
         if self._counts_due:
             self._kept.ask(self._ask)  # as often as snapshots, so that a lost actor's counters are not all forgotten
             self._counts_due = False
-        last: pa.Buffer = ticket.last
-        self._kept.met(decode_logits(last).damaged)
+        self._kept.met(decode_logits(last := ticket.last).damaged)
         return last
 
     def restore_point(self, session: int) -> Iterator[tuple[StatePiece, pa.Buffer]]:
@@ -217,8 +216,9 @@ class RecoveringChain:
         started, named, layer_steps, snapshots = time.monotonic(), list[ActorId](), 0, list[Restored]()
         lost, loads = self._processes.lost_now(found | self._unready), dict[ActorId, Any]()
         while lost or loads:
+            lost = self._processes.with_mates(lost)
             named += sorted(lost)
-            loads |= self._start(lost) if lost else {}
+            loads |= self._start(lost)
             lost = self._flights.salvage(self._result_of) - loads.keys()  # while the new processes load
             if lost:
                 continue

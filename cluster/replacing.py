@@ -101,11 +101,15 @@ class Replacing:
         return True
 
     def lost_now(self, found: Iterable[ActorId]) -> set[ActorId]:
-        """Return the stages among what was found lost and what else is, having replaced the shards."""
-        lost = {*found, *self._watch.look(self._settings.settle_s), *self._decided}
-        if any(actor.kind == "shard" for actor in lost):
+        """Return the stages among what was found lost and what else is, having replaced the shards; see with_mates."""
+        return self.with_mates({*found, *self._watch.look(self._settings.settle_s), *self._decided})
+
+    def with_mates(self, lost: set[ActorId]) -> set[ActorId]:
+        """Return the stages among lost actors and whoever is lost with their nodes, having replaced the shards."""
+        self._decide(lost)
+        if any(actor.kind == "shard" for actor in self._decided):
             self._replace_shards(lost)
-        return {actor for actor in {*lost, *self._decided} if actor.kind == "stage"}
+        return {actor for actor in self._decided if actor.kind == "stage"}
 
     def start(self, lost: set[ActorId]) -> dict[ActorId, Any]:
         """Begin to replace actors; returns the tickets of their loads. Raises ActorLost past the bound, NoRoom."""

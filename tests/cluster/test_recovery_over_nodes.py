@@ -156,9 +156,17 @@ def test_a_lost_node_is_a_lost_stage_and_a_lost_shard(
 
 
 def test_one_lost_node_is_one_recovery_of_the_bound(k3b_dir: Path, expected: str) -> None:
+    """The shard that is cut off with the stage has not been found silent yet."""
     actors, view, chain, _ = start(k3b_dir, RecoverySettings(**{**as_dict(SNAPSHOTS), "max_recoveries": 1}))
-    actors.moments["stage 1", "apply", 6] = lambda: actors.end_node(view, "b")
+
+    def strike() -> None:
+        view.dead.add("b")
+        actors.processes[ActorId("stage", 1)].kill()
+
+    actors.moments["stage 1", "apply", 6] = strike
     assert hash_on(Driver(chain, CHUNK)) == expected
+    assert sorted(name for recovery in chain.recoveries for name in recovery.lost) == ["shard 1", "stage 1"]
+    assert "b" not in {one.node_id for one in (*actors.plan.stages, *actors.plan.shards)}
 
 
 def test_two_nodes_one_after_the_other(k3b_dir: Path, expected: str) -> None:
