@@ -70,7 +70,7 @@ class Hosts:
     """Some hosts on one bridge. Use it as a context: at the end everything is gone, whatever has happened."""
 
     def __init__(self, folder: Path, kept: Iterable[Path] = ()) -> None:
-        """folder: where each host has its /tmp. kept: folders that hosts see even where they lie in this machine's /tmp.
+        """folder: where each host has its /tmp. kept: folders that hosts see even where they lie in this one's /tmp.
 
         Raises NoHosts.
         """
