@@ -71,3 +71,10 @@ def test_an_endpoint_is_an_address(text: str) -> None:
     with pytest.raises(EnvironmentFailure, match=r"HF_ENDPOINT: expected a hub's address") as caught:
         read_environment({"HF_ENDPOINT": text})
     assert "pw" not in str(caught.value)
+
+
+def test_where_sequences_are_rescued_to(tmp_path: Path) -> None:
+    assert read_environment({"XDG_STATE_HOME": str(tmp_path)}).rescue_folder == tmp_path / "k3ray"
+    assert read_environment({}).rescue_folder == Path.home() / ".local" / "state" / "k3ray"
+    with pytest.raises(EnvironmentFailure, match="XDG_STATE_HOME=here: expected a path that begins with /"):
+        read_environment({"XDG_STATE_HOME": "here"})

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from k3ray.state_file import open_state
 from tests.goldens import read_golden
 from tests.k3ray.test_on_ray import COMMAND, clean_machine  # noqa: F401 - a fixture
 
@@ -80,6 +81,9 @@ def test_past_the_bound(
     assert "ended or did not answer, and this run was recovered 0 times already (--max-recoveries 0)" in errors
     record = json.loads(out.read_text())
     assert record["stop_reason"].startswith("stopped: stage ") and len(record["generated_ids"]) > 0
+    (rescued,) = (tmp_path / "state" / "k3ray").iterdir()
+    assert f"next: k3ray generate {k3b_dir} --load-state {rescued}" in errors
+    assert open_state(rescued).document.generated_ids == record["generated_ids"]
 
 
 def test_ctrl_c_in_a_recovery(k3b_dir: Path, clean_machine: dict[str, str]) -> None:  # noqa: F811

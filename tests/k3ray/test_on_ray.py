@@ -36,12 +36,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
-def clean_machine() -> Iterator[dict[str, str]]:
+def clean_machine(tmp_path: Path) -> Iterator[dict[str, str]]:
     """An environment whose processes can be recognised; after the test none of them, and no shared memory, is left."""
     mark = f"k3ray-test-{os.getpid()}-{os.urandom(4).hex()}"
     before = set(SHARED_MEMORY.iterdir())
     variables = {name: text for name, text in os.environ.items() if not name.startswith(("K3_", "RAY_", "OMP_"))}
-    yield {**variables, "K3RAY_TEST_MARK": mark, "RAY_ADDRESS": "local"}
+    yield {**variables, "K3RAY_TEST_MARK": mark, "RAY_ADDRESS": "local", "XDG_STATE_HOME": str(tmp_path / "state")}
     left = [process for process in psutil.process_iter() if _is_marked(process, mark)]
     _, alive = psutil.wait_procs(left, timeout=15)
     assert not [" ".join(process.cmdline()) for process in alive]
