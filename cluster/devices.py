@@ -11,7 +11,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,10 +80,11 @@ def device_name(path: Path) -> str:
     return place.resolve().name if place.exists() else numbers
 
 
-def measurable_files(path: Path) -> list[Path]:
+def measurable_files(path: Path, piece_bytes: int | None = None) -> list[Path]:
     """The file itself, or the largest files of a folder that are long enough to say something, largest first.
 
-    Raises DeviceFailure when there is none.
+    piece_bytes: what is read at once, unless it is a piece of the released model. Raises DeviceFailure when there is
+    none.
     """
     if path.is_file():
         candidates = [path]
@@ -92,7 +93,7 @@ def measurable_files(path: Path) -> list[Path]:
     else:
         raise DeviceFailure(f"{path}: there is no such file or folder")
     sized = sorted(((candidate.stat().st_size, candidate) for candidate in candidates), reverse=True)
-    enough = FEWEST_PIECES * max(PIECES.values())
+    enough = FEWEST_PIECES * (piece_bytes or max(PIECES.values()))
     found = [candidate for nbytes, candidate in sized[:MOST_FILES] if nbytes >= enough]
     if not found:
         largest = f"the largest has {sized[0][0]:,} bytes" if sized else "there is none"
@@ -109,20 +110,22 @@ def measure_disk(
     say: Callable[[str], None] = lambda line: None,
     kinds: Sequence[str] = (CHUNK, EXPERT),
     depths: Sequence[int] = DEPTHS,
+    pieces: Mapping[str, int] | None = None,
 ) -> list[DiskSpeed]:
     """Read random pieces of the files, no piece twice for one figure, as long as `seconds` for each kind and depth.
 
-    Raises DiskReadFailure; `say` is told when the file system refuses O_DIRECT.
+    pieces: bytes by kind, those of the released model unless given. Raises DiskReadFailure; `say` is told when the file
+    system refuses O_DIRECT.
     """
+    pieces = pieces or PIECES
     with ExitStack() as opened:
         files = [opened.enter_context(DirectFile(path, say)) for path in paths]
-        slots = [prefaulted(slot_bytes(max(PIECES[kind] for kind in kinds))) for _ in range(max(depths))]
-        return [_read_for(files, kind, slots[:depth], seconds) for kind in kinds for depth in depths]
+        slots = [prefaulted(slot_bytes(max(pieces[kind] for kind in kinds))) for _ in range(max(depths))]
+        return [_read_for(files, kind, pieces[kind], slots[:depth], seconds) for kind in kinds for depth in depths]
 
 
-def _read_for(files: Sequence[DirectFile], kind: str, slots: Sequence[Bytes], seconds: float) -> DiskSpeed:
+def _read_for(files: Sequence[DirectFile], kind: str, nbytes: int, slots: Sequence[Bytes], seconds: float) -> DiskSpeed:
     """One figure: a thread for each slot, which claims the next place and reads it."""
-    nbytes = PIECES[kind]
     places = iter(_places(files, nbytes, on_pages=kind == CHUNK))
     claiming, counted = threading.Lock(), [0] * len(slots)
     started = time.perf_counter()

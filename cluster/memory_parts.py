@@ -45,6 +45,14 @@ def expert_bytes(config: ModelConfig) -> int:
     return sum(map(shapes.nbytes, shapes.expert_tensors(config).values()))
 
 
+def shared_bytes(config: ModelConfig) -> int:
+    """The matrices of one layer's shared experts, which are on the tape."""
+    if not config.num_shared_experts or not config.moe_layers:
+        return 0
+    layer = config.moe_layers[0]
+    return sum(one.nbytes for one in tape_tensors(config) if one.layer == layer and "shared_experts" in one.short)
+
+
 def state_bytes(config: ModelConfig, layers: range, positions: int) -> int:
     """What the layers remember of one sequence of `positions`: KDA matrices and tails, MLA latents (state.py)."""
     tails = 3 * (config.conv_kernel_size - 1) * config.kda_width

@@ -1,6 +1,8 @@
-"""How fast a node's memory and disks are: measured for a few seconds when asked, kept in our cache with the date.
+"""How fast a node's memory and disks are for a model: measured for some seconds when asked, kept in our cache.
 
-Kept for each device and each number of threads, so that a plan made tomorrow need not measure again.
+The engine's own layers, experts and messages of that model's widths are timed, and reads of its own pieces, as many at
+once as the engine makes. Kept with the day for each device, model and number of threads, so that a plan made tomorrow
+need not measure again.
 """
 
 from __future__ import annotations
@@ -15,30 +17,40 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import platformdirs
 
 from k3ray.cluster.devices import (
     CHUNK,
     EXPERT,
+    PIECES,
     DeviceFailure,
     device_name,
     measurable_files,
     measure_disk,
     measure_memory,
 )
-from k3ray.cluster.topology import NodeSpeeds
+from k3ray.cluster.layer_speeds import measure_layers
+from k3ray.cluster.machine import ROOT, affinity, memory_limits
+from k3ray.cluster.memory_parts import expert_bytes
+from k3ray.cluster.topology import NodeSpeeds, ThreadSpeeds
+from k3ray.cluster.trip_speed import measure_trip
 from k3ray.workers.checkpoint.index_cache import usable_directory
+from k3ray.workers.experts import QUEUE_DEPTH
 from k3ray.workers.failure import Failure
-from k3ray.workers.tape.manifest import TAPE_NAME
+from k3ray.workers.model.config import ModelConfig, read_config
+from k3ray.workers.tape.manifest import TAPE_NAME, config_fields, read_manifest
+from k3ray.workers.tape.source import DEFAULT_READERS
 
 SECONDS = 0.5  # of each figure of a disk
-DEPTH = 16  # the engine reads ahead
-MEMORY_BYTES = 128 << 20
+DEPTHS = {CHUNK: DEFAULT_READERS, EXPERT: QUEUE_DEPTH}  # as many reads at once as the engine makes
+MEMORY_BYTES = 128 << 20  # at least; else twice what the processors cache
+MEMORY_SHARE = 4  # at most one part in so many of what is available
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes a second by what was read, and the day."""
+    """Bytes a second, or seconds, by what was measured, and the day."""
 
     day: str
     rates: dict[str, float]
@@ -52,22 +64,35 @@ def node_speeds(
     measure: bool,
     folder: Path | None = None,
 ) -> NodeSpeeds:
-    """The kept figures, or new ones (about five seconds); of several disks of one kind the slowest counts.
+    """The kept figures, or new ones; of several disks of one kind the slowest counts.
 
-    A disk without a file that is long enough, or one that fails, has no figure. folder: where they are kept, the
-    cache of k3ray unless given.
+    Without a model whose config can be read the kernels are measured at the released widths. A disk without a file that
+    is long enough, or one that fails, has no figure. folder: where they are kept, the cache of k3ray unless given.
     """
     folder = folder or speeds_folder()
-    memory = _kept_or(folder, f"memory-{threads}", measure, lambda: _memory(threads, cores))
-    experts = [_disk(folder, path, EXPERT, measure) for path in models]
-    chunks = [_disk(folder, path / TAPE_NAME, CHUNK, measure) for path in tapes]
-    chunks = chunks or [_disk(folder, path, CHUNK, measure) for path in models]
+    model, config = _first_model(models)
+    shape = "" if config is None else f"-{_digest(config)}"
+    memory = _kept_or(folder, f"memory-{threads}{shape}", measure, lambda: _memory(model, config, threads, cores))
+    pieces = _pieces(config, tapes)
+    experts = [_disk(folder, path, EXPERT, pieces, measure) for path in models]
+    chunks = [_disk(folder, path / TAPE_NAME, CHUNK, pieces, measure) for path in tapes]
+    chunks = chunks or [_disk(folder, path, CHUNK, pieces, measure) for path in models]
     days = sorted({found.day for found in (memory, *experts, *chunks) if found is not None})
     rates = {} if memory is None else memory.rates
     return NodeSpeeds(
-        " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "not measured",
-        rates.get("read"), rates.get("trunk"), rates.get("experts"), _slowest(chunks, CHUNK), _slowest(experts, EXPERT),
-    )  # fmt: skip
+        measured=" to ".join(dict.fromkeys((days[0], days[-1]))) if days else "not measured",
+        read=rates.get("read"),
+        trunk=rates.get("trunk"),
+        experts=rates.get("experts"),
+        disk_chunks=_slowest(chunks, CHUNK),
+        disk_experts=_slowest(experts, EXPERT),
+        by_threads=tuple(
+            ThreadSpeeds(count, rates[f"trunk {count}"], rates[f"experts {count}"])
+            for count in measured_threads(threads)
+            if {f"trunk {count}", f"experts {count}"} <= set(rates)
+        ),
+        trip_s=rates.get("trip"),
+    )
 
 
 def speeds_folder() -> Path | None:
@@ -76,25 +101,77 @@ def speeds_folder() -> Path | None:
     return usable_directory([platformdirs.user_cache_path("k3ray") / "speeds", user])
 
 
+def measured_threads(threads: int) -> tuple[int, ...]:
+    """The numbers of threads that are measured: one, half of them, all."""
+    return tuple(sorted({1, max(1, threads // 2), threads}))
+
+
+def cached_bytes(root: Path = ROOT) -> int:
+    """What the last caches of the processors hold together, of those that this process may use; 0 where not told."""
+    found: dict[str, int] = {}
+    for cpu in affinity():
+        for cache in sorted((root / "sys/devices/system/cpu" / f"cpu{cpu}" / "cache").glob("index[0-9]*"))[-1:]:
+            with suppress(OSError, ValueError):
+                size = (cache / "size").read_text().strip()
+                unit = {"K": 1 << 10, "M": 1 << 20}[size[-1]] if size[-1:] in ("K", "M") else 1
+                found[(cache / "shared_cpu_list").read_text()] = int(size.rstrip("KM")) * unit
+    return sum(found.values())
+
+
 def _slowest(found: Sequence[Measured | None], kind: str) -> float | None:
     return min((one.rates[kind] for one in found if one is not None and kind in one.rates), default=None)
 
 
-def _memory(threads: int, cores: Sequence[int]) -> dict[str, float]:
-    speed = measure_memory(threads, cores, MEMORY_BYTES)
-    return {"read": speed.read_bytes_per_s, "trunk": speed.trunk_bytes_per_s, "experts": speed.expert_bytes_per_s}
+def _first_model(models: Sequence[Path]) -> tuple[Path | None, ModelConfig | None]:
+    for path in models:
+        with suppress(Failure, OSError):
+            return path, read_config(path)
+    return None, None
 
 
-def _disk(folder: Path | None, path: Path, kind: str, measure: bool) -> Measured | None:
+def _digest(config: ModelConfig) -> str:
+    fields = msgspec.json.encode(sorted(config_fields(config).items()))
+    return hashlib.blake2b(fields, digest_size=8).hexdigest()
+
+
+def _pieces(config: ModelConfig | None, tapes: Sequence[Path]) -> dict[str, int]:
+    """Bytes of a chunk of the first tape and of an expert of the model; of the released ones where there is none."""
+    pieces = dict(PIECES)
+    if config is not None and config.moe_layers:
+        pieces[EXPERT] = expert_bytes(config)
+    for path in tapes[:1]:
+        with suppress(Failure, OSError):
+            pieces[CHUNK] = read_manifest(path).identity.chunk_bytes
+    return pieces
+
+
+def _memory(model: Path | None, config: ModelConfig | None, threads: int, cores: Sequence[int]) -> dict[str, float]:
+    most = memory_limits().available_bytes // MEMORY_SHARE
+    nbytes = max(MEMORY_BYTES, min(most, 2 * cached_bytes()))
+    speed = measure_memory(threads, cores, nbytes)
+    rates = {"read": speed.read_bytes_per_s, "trunk": speed.trunk_bytes_per_s, "experts": speed.expert_bytes_per_s}
+    if model is None or config is None:
+        return rates
+    for one in measure_layers(model, config, measured_threads(threads), cores, nbytes):
+        if one.trunk_bytes_per_s is not None:
+            rates[f"trunk {one.threads}"] = rates["trunk"] = one.trunk_bytes_per_s
+        if one.expert_bytes_per_s is not None:
+            rates[f"experts {one.threads}"] = rates["experts"] = one.expert_bytes_per_s
+    trip_s = measure_trip(config.routed_expert_hidden_size, config.num_experts_per_token) if config.moe_layers else None
+    return rates if trip_s is None else {**rates, "trip": trip_s}
+
+
+def _disk(folder: Path | None, path: Path, kind: str, pieces: dict[str, int], measure: bool) -> Measured | None:
     """Of the device under the path, for reads of this kind; None where there is no figure and none can be made."""
+    depth = DEPTHS[kind]
 
     def read() -> dict[str, float]:
-        speeds = measure_disk(measurable_files(path), SECONDS, kinds=(kind,), depths=(DEPTH,))
+        files = measurable_files(path, pieces[kind])
+        speeds = measure_disk(files, SECONDS, kinds=(kind,), depths=(depth,), pieces=pieces)
         return {kind: speeds[0].bytes_per_s}
 
     try:
-        device = device_name(path)
-        return _kept_or(folder, f"disk-{device}-{kind}", measure, read)
+        return _kept_or(folder, f"disk-{device_name(path)}-{kind}-{pieces[kind]}-{depth}", measure, read)
     except (DeviceFailure, Failure, OSError):
         return None
 

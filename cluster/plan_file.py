@@ -15,7 +15,7 @@ from k3ray.workers.failure import Failure
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.tape.manifest import config_fields
 
-FORMAT, FORMAT_VERSION = "k3ray cluster plan", 2
+FORMAT, FORMAT_VERSION = "k3ray cluster plan", 3
 MAX_PLAN_BYTES = 1 << 26
 
 

@@ -7,7 +7,7 @@ one shard. Pure: knows nothing of layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k3ray.cluster.budget_plan import gigabytes
 from k3ray.cluster.plan import MAX_SHARDS
@@ -48,10 +48,11 @@ class ClusterWishes:
 class Seat:
     """One place. node: its number; numa: the memory node that it is bound to, None where the node has one or is cut.
 
-    speeds: of all its threads, its share of the node's memory bandwidth; the disks and the network are the node's.
+    speeds: of all its threads, its share of the node's memory bandwidth; the disks, the network and the speeds of fewer
+    threads are the node's.
     disk_sharers: how many seats of the node use its disks. opens_node: pays for what a node has once. driver: the
     command runs on this node. layers: those that the node's disks hold; top: also embedding and head. streams: there
-    is a tape to stream trunk from.
+    is a tape to stream trunk from. node_threads: of all seats of the node.
     """
 
     node: int
@@ -66,6 +67,7 @@ class Seat:
     layers: frozenset[int]
     top: bool
     streams: bool = True
+    node_threads: int = 0
 
     @property
     def carries_driver(self) -> bool:
@@ -142,7 +144,7 @@ def _seats_of(number: int, node: NodeFacts, budget: int, asked: int | None, driv
         Seat(
             number, numa, cores[: threads[place]], threads[place], nbytes,
             _of_seat(node.speeds, threads[place] / sum(threads)), count, place == 0, driver, node.layers, node.top,
-            streams,
+            streams, sum(threads),
         )
         for place, (numa, cores, nbytes) in enumerate(parts)
     ]  # fmt: skip
@@ -160,8 +162,7 @@ def _of_seat(speeds: NodeSpeeds, share: float) -> NodeSpeeds:
     def part(rate: float | None) -> float | None:
         return None if rate is None else rate * share
 
-    disks = (speeds.disk_chunks, speeds.disk_experts, speeds.network)
-    return NodeSpeeds(speeds.measured, part(speeds.read), part(speeds.trunk), part(speeds.experts), *disks)
+    return replace(speeds, read=part(speeds.read), trunk=part(speeds.trunk), experts=part(speeds.experts))
 
 
 def _check(what: str, found: int, low: int, high: int, why: str = "") -> None:

@@ -9,13 +9,15 @@ import numpy as np
 
 
 @lru_cache(maxsize=1024)
-def expected_longest(parts: tuple[tuple[float, float], ...], draws: int) -> float:
+def expected_longest(parts: tuple[tuple[float, float], ...], draws: int, least: float = 0.0) -> float:
     """The expected time of the slowest of several that work at once on `draws` pieces dealt out at random.
 
-    parts: (its share of the pieces, its seconds for one). Exact: P(none longer than t) is draws! times a coefficient
-    of the product of the truncated exponential series of the shares; the expectation sums over the times t can be.
+    parts: (its share of the pieces, its seconds for one). least: what else takes so long meanwhile. Exact: P(none
+    longer than t) is draws! times a coefficient of the product of the truncated exponential series of the shares; the
+    expectation sums over the times t can be.
     """
-    times = sorted({count * seconds for _, seconds in parts for count in range(draws + 1)})
+    ends = {count * seconds for _, seconds in parts for count in range(draws + 1)}
+    times = sorted({least, *(end for end in ends if end > least)})
     expected, before = 0.0, 0.0
     for place, time in enumerate(times):
         most = [draws if not seconds else min(draws, round(time / seconds * (1 + 1e-12) - 0.5 + 1e-9))

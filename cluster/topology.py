@@ -23,11 +23,22 @@ class NumaNode:
 
 
 @dataclass(frozen=True, slots=True)
+class ThreadSpeeds:
+    """trunk, experts: as NodeSpeeds has them, by so many threads while no others are at work."""
+
+    threads: int
+    trunk: float
+    experts: float
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSpeeds:
     """Bytes a second, by all threads of the node together; None where nothing was measured.
 
-    measured: the dates, or that a file describes them. trunk, experts: the kernels over bf16 and MXFP4 weights in
-    memory. disk_chunks, disk_experts: random reads of a tape's chunks and of experts. network: of its link.
+    measured: the dates, or that a file describes them. trunk, experts: the engine's layers and experts over bf16 and
+    MXFP4 weights in memory. disk_chunks, disk_experts: random reads of a tape's chunks and of experts. network: of its
+    link. by_threads: of fewer threads, the fewest first; empty: a thread has its even share. trip_s: seconds of a
+    question to a shard of the same node, beside the experts.
     """
 
     measured: str = "not measured"
@@ -37,6 +48,8 @@ class NodeSpeeds:
     disk_chunks: float | None = None
     disk_experts: float | None = None
     network: float | None = None
+    by_threads: tuple[ThreadSpeeds, ...] = ()
+    trip_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from k3ray.cluster.budget_plan import EXPERTS, PINNED, gigabytes
 from k3ray.cluster.cluster_file import read_cluster
 from k3ray.cluster.placement import ActorPlacement, Placement, place
 from k3ray.cluster.plan_file import plan_record, write_plan
-from k3ray.cluster.prediction import TRIP_S, Prediction
+from k3ray.cluster.prediction import Prediction
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure
 from k3ray.cluster.topology import NodeFacts
 from k3ray.cluster.wishes import merge_wishes
@@ -90,8 +90,8 @@ def prediction_lines(expected: Prediction, nodes: Sequence[NodeFacts]) -> list[s
         f"if they are asked for evenly (at most {gigabytes(expected.expert_bytes_at_most)})"
     )
     sends = (
-        f"it sends {expected.network_bytes:,} bytes between nodes in {expected.trips} calls one after the other, of "
-        f"{TRIP_S * 1e3:g} ms each beside their bytes"
+        f"it sends {sum(expected.way_bytes.values()):,} bytes of messages, of which {expected.network_bytes:,} between "
+        f"nodes, in {expected.trips} trips one after the other"
     )
     speeds = ", ".join(dict.fromkeys(speeds_text(node.speeds) for node in nodes))
     if expected.seconds is None:
@@ -99,7 +99,7 @@ def prediction_lines(expected: Prediction, nodes: Sequence[NodeFacts]) -> list[s
     assert expected.disk_s is not None and expected.kernels_s is not None
     time = (
         f"it takes {expected.seconds:,.3f} s, {expected.tokens_per_s:.3g} tokens a second: disk {expected.disk_s:,.3f} "
-        f"s, memory and kernels {expected.kernels_s:,.3f} s, network {expected.network_s:,.3f} s; bound by "
+        f"s, memory and kernels {expected.kernels_s:,.3f} s, messages {expected.network_s:,.3f} s; bound by "
         f"{expected.dominated_by}"
     )
     return [reads, sends, time, f"GB/s of memory and disk: {speeds}"]

@@ -19,7 +19,6 @@ from k3ray.cluster.cluster_file import described_node, described_speeds
 from k3ray.cluster.expert_shares import share_experts, share_whole
 from k3ray.cluster.layer_cuts import SeatDivider, SeatUse, cut_layers
 from k3ray.cluster.machine import MemoryLimits
-from k3ray.cluster.memory_parts import frame_bytes
 from k3ray.cluster.placement import Placement, place
 from k3ray.cluster.prediction import DISK, KERNELS
 from k3ray.cluster.seat_costs import LayerCosts
@@ -296,27 +295,6 @@ def test_the_slowest_shard_against_dice(parts: tuple[tuple[float, float], ...]) 
         drawn = dice.choices(range(len(parts)), [share for share, _ in parts], k=16)
         found.append(max(drawn.count(one) * seconds for one, (_, seconds) in enumerate(parts)))
     assert expected_longest(parts, 16) == pytest.approx(sum(found) / len(found), rel=0.01)
-
-
-def test_the_prediction_by_hand() -> None:
-    """Two equal nodes that hold everything: trunk and experts at the kernels' speeds, one hop, a trip a MoE layer."""
-    nodes = [node("0", 900 * MB), node("1", 900 * MB)]
-    placement = place(SMALL, LAYOUT, nodes, ClusterWishes(positions=POSITIONS), COSTS)
-    predicted = placement.prediction
-    assert predicted.disk_s == 0 and predicted.read_bytes == predicted.expert_bytes_at_most == 0
-    stage, shard = placement.stages[0].threads / 8, placement.shards[0].threads / 8
-    assert stage + shard == 1
-    trunk = (COSTS.trunk_bytes(0, 9) + COSTS.state_bytes(0, 9)) / (30 * GB * stage)
-    half = expected_longest(((0.5, 1.0), (0.5, 1.0)), SMALL.num_experts_per_token)
-    expert = 3 * SMALL.routed_expert_hidden_size * SMALL.moe_intermediate_size * 17 // 32
-    experts = len(SMALL.moe_layers) * half * expert / (15 * GB * shard)
-    assert predicted.kernels_s == pytest.approx(trunk + experts)
-    cut, latent, moe = placement.stages[0].stop, 4 * SMALL.routed_expert_hidden_size, len(SMALL.moe_layers)
-    top_k = SMALL.num_experts_per_token
-    asked = latent * moe * (1 - 0.5**top_k + top_k / 2)
-    assert predicted.network_bytes == round(frame_bytes(SMALL, cut, 1) + 4 * SMALL.vocab_size + asked)
-    assert predicted.trips == 1 + 1 + moe
-    assert predicted.network_s == pytest.approx(predicted.trips * 1.6e-3 + predicted.network_bytes / 1.25e9, rel=1e-6)
 
 
 def test_speeds_that_nobody_measured_leave_the_seconds_open() -> None:

@@ -1,0 +1,248 @@
+"""The planner's prediction against what a run does: bytes to the byte, and seconds a token.
+
+    .venv/bin/python -m benchmarks.prediction [--folder DIR] [--gen 24] [--only TEXT]
+
+Makes two checkpoints and their tapes (8 GB, removed at the end unless --folder names where they stay). For each set-up:
+the speeds are measured as `k3ray plan --measure` does, before the run and after it; the plan is made with each and
+their mean counts; the plan is run on a Ray of its own. Bytes of trunk, experts and messages are those of the decoded
+tokens alone: what is routed is recorded, and messages and experts' reads are found again from it exactly. Ends with 1
+where bytes differ, or where seconds are further apart than --within.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.prediction_setups import SETUPS, SMOKE_SPEC, SetUp, made, planned
+from benchmarks.replayed_experts import Asked, Replay, Routing
+from benchmarks.result_rows import RESULTS, append_records, this_machine
+from k3ray.cluster.actor_chain import ActorChain
+from k3ray.cluster.budget_plan import COPY, EXPERTS, PINNED, RING
+from k3ray.cluster.message_sizes import add_ways, routed_ways, stage_ways
+from k3ray.cluster.placed_plan import placed_plan
+from k3ray.cluster.placement import Placement
+from k3ray.cluster.prediction import Prediction
+from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
+from k3ray.cluster.recovering_chain import RecoveringChain
+from k3ray.cluster.recovery_plan import RecoverySettings
+from k3ray.cluster.roots_file import Roots, RootsMap
+from k3ray.cluster.seat_costs import LayerCosts
+from k3ray.cluster.topology import NodeFacts
+from k3ray.cluster_report import message_report
+from k3ray.driver import Driver
+from k3ray.nodes import look_here
+from k3ray.workers.expert_owners import ExpertOwners
+from k3ray.workers.expert_reader import expert_slot_bytes
+from k3ray.workers.io_counts import IoCounts
+from k3ray.workers.loading import CheckpointSpec
+from k3ray.workers.model.config import ModelConfig, read_config
+from k3ray.workers.tape.layout import plan_layout
+from k3ray.workers.tape.manifest import read_manifest
+from k3ray.workers.tape.residency import fixed_residency
+
+PROMPT = 192  # tokens, so that every expert has been asked for
+WARM_UP = 3
+NAME = "here"
+CHUNK_BYTES, SMOKE_CHUNK = 8 << 20, 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Of the tokens after prompt and warm-up. first_step: the driver's number of the first of them."""
+
+    seconds: tuple[float, ...]
+    counts: IoCounts
+    routing: Routing
+    first_step: int
+    peaks: dict[str, int]
+
+    @property
+    def trunk_used(self) -> int:
+        """Bytes of trunk that were read for these tokens."""
+        return self.counts.trunk_bytes - self.counts.trunk_ahead_bytes
+
+
+def decode(placement: Placement, node: NodeFacts, model: Path, config: ModelConfig, gen: int) -> Decoded:
+    """Run the plan: a prompt, a few tokens, and `gen` that count."""
+    spec = CheckpointSpec(model, None, config.num_hidden_layers, config=config)
+    plan = placed_plan(placement, [node], spec, joined=False)
+    with ExitStack() as ending:
+        workers = len(plan.stages) + len(plan.shards)
+        runtime = ending.enter_context(ray_runtime(RaySettings("local", workers=workers)))
+        actors = ActorChain(plan, runtime.actor_options)
+        ending.callback(actors.stop)
+        actors.load()
+        actors.record_routing()
+        driver = Driver(RecoveringChain(actors, RecoverySettings(snapshot_every=0)))
+        session = driver.open(PROMPT + WARM_UP + gen + 1)
+        prompt = np.random.default_rng(0).integers(0, config.vocab_size, PROMPT).tolist()
+        logits = driver.forward({session: prompt})[session]
+        seconds, before = [], IoCounts()
+        for number in range(WARM_UP + gen):
+            if number == WARM_UP:
+                before = actors.counts()
+            started = time.perf_counter()
+            logits = driver.forward({session: [int(np.argmax(logits[0]))]})[session]
+            seconds.append(time.perf_counter() - started)
+        counts, routing = actors.counts() - before, actors.recorded_routing()
+        first_step = -(-PROMPT // 64) + WARM_UP + 1
+        return Decoded(tuple(seconds[WARM_UP:]), counts, routing, first_step, actors.peak_memory())
+
+
+def replayed(config: ModelConfig, placement: Placement, model: Path, decoded: Decoded) -> Asked:
+    """What the decoded tokens must have asked of the experts' owners."""
+    replay = Replay(config, placement, model)
+    try:
+        replay.run([one for one in decoded.routing if one[0] < decoded.first_step])
+        before = replay.asked
+        replay.run([one for one in decoded.routing if one[0] >= decoded.first_step])
+        return replay.asked - before
+    finally:
+        replay.close()
+
+
+def foretold_ways(config: ModelConfig, placement: Placement, decoded: Decoded) -> dict[str, int]:
+    """Bytes of the decoded tokens' messages by way."""
+    runs = [(stage.first, stage.stop) for stage in placement.stages]
+    total: dict[str, int] = {}
+    for step in range(len(decoded.seconds)):
+        add_ways(total, stage_ways(config, runs, step=decoded.first_step + step))
+    if placement.shards:
+        owners = ExpertOwners(len(placement.shards), config.num_experts, placement.experts)
+        routing = [one for one in decoded.routing if one[0] >= decoded.first_step]
+        add_ways(total, routed_ways(config, runs, owners, len(placement.shards), routing))
+    return total
+
+
+def differences(
+    config: ModelConfig, placement: Placement, costs: LayerCosts, decoded: Decoded, asked: Asked
+) -> list[str]:
+    """Everything that must be equal to the byte and is not."""
+    tokens, counts, found = len(decoded.seconds), decoded.counts, []
+    parts = [actor.budget.name for actor in (*placement.stages, *placement.shards)]
+    ways = message_report(counts.messages, dict.fromkeys(parts, NAME), parts[: len(placement.stages)], NAME).ways
+    pairs: list[tuple[str, object, object]] = [
+        ("bytes of trunk", placement.prediction.trunk_bytes * tokens, decoded.trunk_used),
+        ("experts asked for", asked.requests, counts.requests),
+        ("experts in memory", asked.hits, counts.hits),
+        ("bytes of experts", asked.read_bytes, counts.expert_bytes),
+        ("bytes of messages", foretold_ways(config, placement, decoded), dict(ways)),
+    ]
+    for stage in placement.stages:
+        chunks = costs.layout.chunks_of(stage.first, stage.stop, stage.stop == config.num_hidden_layers)
+        taken = fixed_residency(costs.layout, chunks, stage.budget.pinned_chunks, stage.budget.ring_chunks)
+        planned_bytes = sum(stage.budget.parts.get(part, 0) for part in (PINNED, RING, COPY))
+        pairs.append((f"memory for the trunk of {stage.budget.name}", planned_bytes, taken.memory_bytes))
+    for actor in (*placement.stages, *placement.shards):
+        arena = actor.budget.cache_slots * expert_slot_bytes(config)
+        pairs.append((f"memory for the experts of {actor.budget.name}", actor.budget.parts.get(EXPERTS, 0), arena))
+        peak = decoded.peaks.get(actor.budget.name, 0)
+        if peak > actor.budget.total_bytes * 1.05:
+            found.append(f"{actor.budget.name}: {actor.budget.total_bytes:,} bytes planned, {peak:,} held")
+    found += [f"{what}: {expected} foretold, {measured} measured" for what, expected, measured in pairs
+              if expected != measured]  # fmt: skip
+    return found
+
+
+def measure(setup: SetUp, model: Path, tape: Path, gen: int) -> tuple[dict[str, object], list[str]]:
+    """One set-up: its row, and what did not hold to the byte."""
+    config = read_config(model)
+    layout = plan_layout(config, read_manifest(tape).identity.chunk_bytes)
+    costs = LayerCosts(config, layout, PROMPT + WARM_UP + gen + 1)
+    roots = RootsMap((), Roots((str(model.resolve()),), (str(tape.resolve()),)))
+    load = os.getloadavg()[0]
+    node = look_here(roots, None, None, measure=True)
+    placement = planned(setup, config, costs, node)
+    decoded = decode(placement, node, model, config, gen)
+    after = look_here(roots, None, None, measure=True)
+    again = planned(setup, config, costs, after).prediction
+    asked = replayed(config, placement, model, decoded)
+    row = record(setup, placement.prediction, again, decoded, asked)
+    return {"load": round(load, 1), **row}, differences(config, placement, costs, decoded, asked)
+
+
+def record(setup: SetUp, before: Prediction, after: Prediction, decoded: Decoded, asked: Asked) -> dict[str, object]:
+    """The row of a set-up."""
+    assert before.seconds is not None and after.seconds is not None
+    tokens, counts, expected_s = len(decoded.seconds), decoded.counts, (before.seconds + after.seconds) / 2
+    measured_s = median(decoded.seconds)
+    parts = {name: round(value / tokens * 1e3, 1)
+             for name, value in counts.times.parts(sum(decoded.seconds)).items()}  # fmt: skip
+    return {
+        "setup": setup.name,
+        "tokens": tokens,
+        "trunk_bytes": before.trunk_bytes,
+        "trunk_bytes_measured": decoded.trunk_used // tokens,
+        "expert_bytes_evenly": before.expert_bytes,
+        "expert_bytes_at_most": before.expert_bytes_at_most,
+        "expert_bytes_replayed": asked.read_bytes // tokens,
+        "expert_bytes_measured": counts.expert_bytes // tokens,
+        "message_bytes_evenly": sum(before.way_bytes.values()),
+        "message_bytes_measured": counts.messages.total_bytes // tokens,
+        "hit_rate": round(counts.hit_rate, 3),
+        "predicted_before_ms": round(before.seconds * 1e3, 1),
+        "predicted_after_ms": round(after.seconds * 1e3, 1),
+        "measured_ms": round(measured_s * 1e3, 1),
+        "fastest_ms": round(min(decoded.seconds) * 1e3, 1),
+        "predicted_disk_ms": round((before.disk_s or 0.0) * 1e3, 1),
+        "predicted_kernels_ms": round((before.kernels_s or 0.0) * 1e3, 1),
+        "predicted_between_ms": round(before.network_s * 1e3, 1),
+        **{f"{name}_ms": value for name, value in parts.items()},
+        "ratio": round(expected_s / measured_s, 3),
+    }
+
+
+def print_rows(rows: Sequence[dict[str, object]]) -> None:
+    """A column a set-up."""
+    for name in rows[0]:
+        print(f"{name:24s}" + "".join(f"{row[name]!s:>46s}" for row in rows))
+
+
+def main() -> None:
+    """Measure, print, append; exit 1 with what did not hold."""
+    parser = argparse.ArgumentParser(prog="benchmarks.prediction", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=None, help="where the checkpoints are made and stay")
+    parser.add_argument("--gen", type=int, default=24, help="tokens that count")
+    parser.add_argument("--only", default="", help="the set-ups with this in their name")
+    parser.add_argument("--within", type=float, default=0.25, help="of the measured seconds")
+    parser.add_argument("--smoke", action="store_true", help="small models: the bytes alone are judged")
+    parser.add_argument("--machine", default=this_machine(), help="name of the results file")
+    parser.add_argument("--csv", type=Path, default=None, help="default: benchmarks/results/<machine>-prediction.csv")
+    asked = parser.parse_args()
+    folder = asked.folder or Path(tempfile.mkdtemp(prefix="prediction-"))
+    rows, wrong = [], []
+    try:
+        for setup in (one for one in SETUPS if asked.only in one.name):
+            spec, chunk = (SMOKE_SPEC, SMOKE_CHUNK) if asked.smoke else (setup.spec, CHUNK_BYTES)
+            print(f"{setup.name}: measuring", file=sys.stderr)
+            row, found = measure(setup, *made(folder, spec, chunk), asked.gen)
+            rows.append(row)
+            wrong += [f"{setup.name}: {one}" for one in found]
+            if not asked.smoke and abs(float(str(row["ratio"])) - 1) > asked.within:
+                wrong.append(f"{setup.name}: seconds are foretold as {row['ratio']} times the measured ones")
+    finally:
+        if asked.folder is None:
+            shutil.rmtree(folder)
+    print_rows(rows)
+    if not asked.smoke:
+        path = asked.csv or RESULTS / f"{asked.machine}-prediction.csv"
+        append_records(path, asked.machine, rows)
+        print(f"added {len(rows)} rows to {path}")
+    if wrong:
+        sys.exit("DID NOT HOLD:\n  " + "\n  ".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
