@@ -39,11 +39,11 @@ class PlacedBudget:
     def _lines(self) -> Iterator[str]:
         expected, plan = self.placement.prediction, self.placement
         reads = f"{gigabytes(expected.trunk_bytes)} of trunk and {gigabytes(expected.expert_bytes)} of experts"
-        read = f"a token reads {reads}" if expected.read_bytes else "no byte is read twice"
+        read = reads if expected.read_bytes else "nothing"
         nodes = f"{len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''}"
         yield (
             f"plan: {len(plan.stages)} stages and {len(plan.shards)} expert shards on {nodes}, "
-            f"{gigabytes(self.total_bytes)} in all; {read} and sends {expected.network_bytes:,} bytes between nodes"
+            f"{gigabytes(self.total_bytes)} in all; a token reads {read} and sends {expected.network_bytes:,} bytes between nodes"
         )
         for number, node in enumerate(plan.nodes):
             actors = ", ".join(_held(actor.budget) for actor in plan.actors_of(number)) or "nothing"
