@@ -43,7 +43,8 @@ class PlacedBudget:
         nodes = f"{len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''}"
         yield (
             f"plan: {len(plan.stages)} stages and {len(plan.shards)} expert shards on {nodes}, "
-            f"{gigabytes(self.total_bytes)} in all; a token reads {read} and sends {expected.network_bytes:,} bytes between nodes"
+            f"{gigabytes(self.total_bytes)} in all; "
+            f"a token reads {read} and sends {expected.network_bytes:,} bytes between nodes"
         )
         for number, node in enumerate(plan.nodes):
             actors = ", ".join(_held(actor.budget) for actor in plan.actors_of(number)) or "nothing"
