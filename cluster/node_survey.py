@@ -13,12 +13,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from k3ray.cluster.node_facts import Inquiry, look
 from k3ray.cluster.ray_driver import reason_of
-from k3ray.cluster.ray_memory import memory_left
+from k3ray.cluster.ray_memory import RAY_DECIDES, memory_left
 from k3ray.cluster.roots_file import RootsMap
 from k3ray.cluster.strict_toml import TomlFailure
 from k3ray.cluster.topology import NodeFacts
 
-RAY_DECIDES = "Ray: its --memory, less what runs hold"
 ANSWER_S = 120.0  # a node may have to build its index first
 
 

@@ -14,9 +14,11 @@ from ray._private.state import available_resources_per_node
 
 from k3ray.cluster.actor_calls import ActorLost
 from k3ray.cluster.budget_plan import gigabytes
+from k3ray.cluster.machine import MemoryLimits, memory_limits
 from k3ray.workers.failure import Failure
 
 MEMORY = "memory"
+RAY_DECIDES = "Ray: its --memory, less what runs hold"
 START_S = 180.0  # a process has to begin and import everything, on a machine that may be busy
 LOOK_S = 2.0
 LOOKS = 3  # in a row that find too little: Ray's figures lag behind
@@ -31,6 +33,14 @@ class MemoryTaken(Failure):
 def memory_left() -> dict[str, int]:
     """Bytes that Ray can still give to actors, by node id; a node that was started without any has 0."""
     return {str(node): int(found.get(MEMORY, 0)) for node, found in available_resources_per_node().items()}
+
+
+def limits_within_ray(node_id: str) -> MemoryLimits:
+    """What this node has, no more than Ray can still give to actors on it."""
+    limits, left = memory_limits(), memory_left().get(node_id)
+    if left is None or limits.available_bytes <= left:
+        return limits
+    return MemoryLimits(left, RAY_DECIDES, limits.machine_bytes)
 
 
 def await_started(

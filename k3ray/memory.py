@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from k3ray.cluster.budget import plan_budget
 from k3ray.cluster.budget_plan import BudgetPlan, host_run
-from k3ray.cluster.machine import memory_limits
+from k3ray.cluster.machine import MemoryLimits, memory_limits
 from k3ray.cluster.plan import Plan, with_memory
 from k3ray.cluster.wishes import Wishes
 from k3ray.workers.loading import Checkpoint, TapeSpec
@@ -44,17 +44,37 @@ def choose_tape(checkpoint: Checkpoint, folder: Path, say: Callable[[str], None]
 
 
 def plan_memory(
-    checkpoint: Checkpoint, plan: Plan, wish: MemoryWish, positions: int, starts_ray: bool
+    checkpoint: Checkpoint,
+    plan: Plan,
+    wish: MemoryWish,
+    positions: int,
+    starts_ray: bool,
+    limits: MemoryLimits | None = None,
 ) -> tuple[Plan, BudgetPlan]:
     """Return the plan with every process's part of the budget; MemoryFailure when it cannot hold.
 
     positions: prompt and generated tokens of the longest sequence. starts_ray: whether Ray's daemons are ours.
+    limits: of this host; None: what it has by itself.
     """
     tape = wish.tape
     run = host_run(checkpoint.config, plan, tape.layout if tape is not None else None, positions, starts_ray)
-    budget = plan_budget(run, wish.wishes, memory_limits())
+    budget = plan_budget(run, wish.wishes, limits or memory_limits())
     stages = [
         (TapeSpec(tape.folder, part.pinned_chunks, part.ring_chunks) if tape is not None else None, part.cache_slots)
         for part in budget.stages
     ]
     return with_memory(plan, stages, [part.cache_slots for part in budget.shards]), budget
+
+
+def declared_on(node_id: str, plan: Plan, budget: BudgetPlan) -> Plan:
+    """Return the plan of one host with what Ray is to be told: each process's node and bytes."""
+    return Plan(
+        tuple(
+            replace(stage, node_id=node_id, memory_bytes=part.total_bytes)
+            for stage, part in zip(plan.stages, budget.stages, strict=True)
+        ),
+        tuple(
+            replace(shard, node_id=node_id, memory_bytes=part.total_bytes)
+            for shard, part in zip(plan.shards, budget.shards, strict=True)
+        ),
+    )

@@ -15,6 +15,7 @@ from k3ray.cluster.placed_budget import PlacedBudget
 from k3ray.cluster.plan import Plan
 from k3ray.cluster.processes import ProcessMemory
 from k3ray.cluster.ray_join import chosen_address
+from k3ray.cluster.ray_memory import limits_within_ray
 from k3ray.cluster.ray_runtime import RayRuntime, RaySettings, ray_runtime
 from k3ray.cluster.ray_view import RayView
 from k3ray.cluster.recovering_chain import RecoveringChain
@@ -22,7 +23,7 @@ from k3ray.cluster.recovery_plan import RecoverySettings
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster_report import MessageReport, NodeReport, message_report, node_reports
 from k3ray.environment import read_environment
-from k3ray.memory import MemoryWish, plan_memory
+from k3ray.memory import MemoryWish, declared_on, plan_memory
 from k3ray.placing import ClusterWish, Placed, place_run
 from k3ray.report import Settings
 from k3ray.workers.actors import ProcessReport
@@ -123,7 +124,11 @@ def start_run(request: RunRequest, positions: int, running: ExitStack, say: Say)
         budget: BudgetPlan | PlacedBudget = placed.budget
     else:
         whole = open_checkpoint(request.spec) if request.checkpoint.partial else request.checkpoint
-        plan, budget = plan_memory(whole, request.plan, request.memory, positions, not joined)
+        limits = limits_within_ray(runtime.node_id) if runtime is not None else None
+        plan, own = plan_memory(whole, request.plan, request.memory, positions, not joined, limits)
+        if runtime is not None:
+            plan = declared_on(runtime.node_id, plan, own)
+        budget = own
     say(budget.describe())
     if runtime is None:
         runtime = _connect(request, plan.num_processes, running, say)
