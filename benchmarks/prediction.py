@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -45,6 +45,8 @@ from k3ray.driver import Driver
 from k3ray.nodes import look_here
 from k3ray.workers.expert_owners import ExpertOwners
 from k3ray.workers.expert_reader import expert_slot_bytes
+from k3ray.workers.frames import STEP_TOKENS
+from k3ray.workers.in_process import InProcessChain
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import CheckpointSpec
 from k3ray.workers.model.config import ModelConfig, read_config
@@ -75,7 +77,7 @@ class Decoded:
 
 
 def decode(placement: Placement, node: NodeFacts, model: Path, config: ModelConfig, gen: int) -> Decoded:
-    """Run the plan: a prompt, a few tokens, and `gen` that count."""
+    """Run the plan on a Ray of its own."""
     spec = CheckpointSpec(model, None, config.num_hidden_layers, config=config)
     plan = placed_plan(placement, [node], spec, joined=False)
     with ExitStack() as ending:
@@ -84,61 +86,64 @@ def decode(placement: Placement, node: NodeFacts, model: Path, config: ModelConf
         actors = ActorChain(plan, runtime.actor_options)
         ending.callback(actors.stop)
         actors.load()
-        actors.record_routing()
         driver = Driver(RecoveringChain(actors, RecoverySettings(snapshot_every=0)))
-        session = driver.open(PROMPT + WARM_UP + gen + 1)
-        prompt = np.random.default_rng(0).integers(0, config.vocab_size, PROMPT).tolist()
-        logits = driver.forward({session: prompt})[session]
-        seconds, before = [], IoCounts()
-        for number in range(WARM_UP + gen):
-            if number == WARM_UP:
-                before = actors.counts()
-            started = time.perf_counter()
-            logits = driver.forward({session: [int(np.argmax(logits[0]))]})[session]
-            seconds.append(time.perf_counter() - started)
-        counts, routing = actors.counts() - before, actors.recorded_routing()
-        first_step = -(-PROMPT // 64) + WARM_UP + 1
-        return Decoded(tuple(seconds[WARM_UP:]), counts, routing, first_step, actors.peak_memory())
+        return replace(decoded(driver, actors, config, gen), peaks=actors.peak_memory())
 
 
-def replayed(config: ModelConfig, placement: Placement, model: Path, decoded: Decoded) -> Asked:
+def decoded(driver: Driver, chain: ActorChain | InProcessChain, config: ModelConfig, gen: int) -> Decoded:
+    """A prompt, a few tokens, and `gen` that count. chain: what the driver drives, just loaded."""
+    chain.record_routing()
+    session = driver.open(PROMPT + WARM_UP + gen + 1)
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, PROMPT).tolist()
+    for low in range(0, PROMPT, STEP_TOKENS):  # step by step: stages that work at once ask in an order of their own
+        logits = driver.forward({session: prompt[low : low + STEP_TOKENS]})[session]
+    seconds, before = [], IoCounts()
+    for number in range(WARM_UP + gen):
+        if number == WARM_UP:
+            before = chain.counts()
+        started = time.perf_counter()
+        logits = driver.forward({session: [int(np.argmax(logits[0]))]})[session]
+        seconds.append(time.perf_counter() - started)
+    counts, first_step = chain.counts() - before, -(-PROMPT // STEP_TOKENS) + WARM_UP + 1
+    return Decoded(tuple(seconds[WARM_UP:]), counts, chain.recorded_routing(), first_step, {})
+
+
+def replayed(config: ModelConfig, placement: Placement, model: Path, run: Decoded) -> Asked:
     """What the decoded tokens must have asked of the experts' owners."""
     replay = Replay(config, placement, model)
     try:
-        replay.run([one for one in decoded.routing if one[0] < decoded.first_step])
+        replay.run([one for one in run.routing if one[0] < run.first_step])
         before = replay.asked
-        replay.run([one for one in decoded.routing if one[0] >= decoded.first_step])
+        replay.run([one for one in run.routing if one[0] >= run.first_step])
         return replay.asked - before
     finally:
         replay.close()
 
 
-def foretold_ways(config: ModelConfig, placement: Placement, decoded: Decoded) -> dict[str, int]:
+def foretold_ways(config: ModelConfig, placement: Placement, run: Decoded) -> dict[str, int]:
     """Bytes of the decoded tokens' messages by way."""
-    runs = [(stage.first, stage.stop) for stage in placement.stages]
+    layers = [(stage.first, stage.stop) for stage in placement.stages]
     total: dict[str, int] = {}
-    for step in range(len(decoded.seconds)):
-        add_ways(total, stage_ways(config, runs, step=decoded.first_step + step))
+    for step in range(len(run.seconds)):
+        add_ways(total, stage_ways(config, layers, step=run.first_step + step))
     if placement.shards:
         owners = ExpertOwners(len(placement.shards), config.num_experts, placement.experts)
-        routing = [one for one in decoded.routing if one[0] >= decoded.first_step]
-        add_ways(total, routed_ways(config, runs, owners, len(placement.shards), routing))
+        routing = [one for one in run.routing if one[0] >= run.first_step]
+        add_ways(total, routed_ways(config, layers, owners, len(placement.shards), routing))
     return total
 
 
-def differences(
-    config: ModelConfig, placement: Placement, costs: LayerCosts, decoded: Decoded, asked: Asked
-) -> list[str]:
+def differences(config: ModelConfig, placement: Placement, costs: LayerCosts, run: Decoded, asked: Asked) -> list[str]:
     """Everything that must be equal to the byte and is not."""
-    tokens, counts, found = len(decoded.seconds), decoded.counts, []
+    tokens, counts = len(run.seconds), run.counts
     parts = [actor.budget.name for actor in (*placement.stages, *placement.shards)]
     ways = message_report(counts.messages, dict.fromkeys(parts, NAME), parts[: len(placement.stages)], NAME).ways
     pairs: list[tuple[str, object, object]] = [
-        ("bytes of trunk", placement.prediction.trunk_bytes * tokens, decoded.trunk_used),
+        ("bytes of trunk", placement.prediction.trunk_bytes * tokens, run.trunk_used),
         ("experts asked for", asked.requests, counts.requests),
         ("experts in memory", asked.hits, counts.hits),
         ("bytes of experts", asked.read_bytes, counts.expert_bytes),
-        ("bytes of messages", foretold_ways(config, placement, decoded), dict(ways)),
+        ("bytes of messages", foretold_ways(config, placement, run), dict(ways)),
     ]
     for stage in placement.stages:
         chunks = costs.layout.chunks_of(stage.first, stage.stop, stage.stop == config.num_hidden_layers)
@@ -148,12 +153,17 @@ def differences(
     for actor in (*placement.stages, *placement.shards):
         arena = actor.budget.cache_slots * expert_slot_bytes(config)
         pairs.append((f"memory for the experts of {actor.budget.name}", actor.budget.parts.get(EXPERTS, 0), arena))
-        peak = decoded.peaks.get(actor.budget.name, 0)
-        if peak > actor.budget.total_bytes * 1.05:
-            found.append(f"{actor.budget.name}: {actor.budget.total_bytes:,} bytes planned, {peak:,} held")
-    found += [f"{what}: {expected} foretold, {measured} measured" for what, expected, measured in pairs
-              if expected != measured]  # fmt: skip
+    found = [f"{what}: {expected} foretold, {measured} measured" for what, expected, measured in pairs
+             if expected != measured]  # fmt: skip
+    if sum(run.peaks.values()) > planned_memory(placement):
+        found.append(f"memory: {planned_memory(placement):,} planned, {sum(run.peaks.values()):,} held")
     return found
+
+
+def planned_memory(placement: Placement) -> int:
+    """Bytes of all actors, with the libraries that they share."""
+    actors = sum(actor.budget.total_bytes for actor in (*placement.stages, *placement.shards))
+    return actors + sum(node.parts.get("libraries, once", 0) for node in placement.nodes)
 
 
 def measure(setup: SetUp, model: Path, tape: Path, gen: int) -> tuple[dict[str, object], list[str]]:
@@ -165,26 +175,27 @@ def measure(setup: SetUp, model: Path, tape: Path, gen: int) -> tuple[dict[str, 
     load = os.getloadavg()[0]
     node = look_here(roots, None, None, measure=True)
     placement = planned(setup, config, costs, node)
-    decoded = decode(placement, node, model, config, gen)
+    run = decode(placement, node, model, config, gen)
     after = look_here(roots, None, None, measure=True)
     again = planned(setup, config, costs, after).prediction
-    asked = replayed(config, placement, model, decoded)
-    row = record(setup, placement.prediction, again, decoded, asked)
-    return {"load": round(load, 1), **row}, differences(config, placement, costs, decoded, asked)
+    asked = replayed(config, placement, model, run)
+    row = record(setup, placement.prediction, again, run, asked)
+    memory = {"planned_mb": planned_memory(placement) // 10**6, "held_mb": sum(run.peaks.values()) // 10**6}
+    return {"load": round(load, 1), **row, **memory}, differences(config, placement, costs, run, asked)
 
 
-def record(setup: SetUp, before: Prediction, after: Prediction, decoded: Decoded, asked: Asked) -> dict[str, object]:
+def record(setup: SetUp, before: Prediction, after: Prediction, run: Decoded, asked: Asked) -> dict[str, object]:
     """The row of a set-up."""
     assert before.seconds is not None and after.seconds is not None
-    tokens, counts, expected_s = len(decoded.seconds), decoded.counts, (before.seconds + after.seconds) / 2
-    measured_s = median(decoded.seconds)
+    tokens, counts, expected_s = len(run.seconds), run.counts, (before.seconds + after.seconds) / 2
+    measured_s = median(run.seconds)
     parts = {name: round(value / tokens * 1e3, 1)
-             for name, value in counts.times.parts(sum(decoded.seconds)).items()}  # fmt: skip
+             for name, value in counts.times.parts(sum(run.seconds)).items()}  # fmt: skip
     return {
         "setup": setup.name,
         "tokens": tokens,
         "trunk_bytes": before.trunk_bytes,
-        "trunk_bytes_measured": decoded.trunk_used // tokens,
+        "trunk_bytes_measured": run.trunk_used // tokens,
         "expert_bytes_evenly": before.expert_bytes,
         "expert_bytes_at_most": before.expert_bytes_at_most,
         "expert_bytes_replayed": asked.read_bytes // tokens,
@@ -195,7 +206,7 @@ def record(setup: SetUp, before: Prediction, after: Prediction, decoded: Decoded
         "predicted_before_ms": round(before.seconds * 1e3, 1),
         "predicted_after_ms": round(after.seconds * 1e3, 1),
         "measured_ms": round(measured_s * 1e3, 1),
-        "fastest_ms": round(min(decoded.seconds) * 1e3, 1),
+        "fastest_ms": round(min(run.seconds) * 1e3, 1),
         "predicted_disk_ms": round((before.disk_s or 0.0) * 1e3, 1),
         "predicted_kernels_ms": round((before.kernels_s or 0.0) * 1e3, 1),
         "predicted_between_ms": round(before.network_s * 1e3, 1),

@@ -88,7 +88,7 @@ def planned(setup: SetUp, config: ModelConfig, costs: LayerCosts, node: NodeFact
     if setup.held is not None:
         share = setup.held
         return _least(with_memory, node, lambda found: not found.prediction.trunk_bytes and _held(found) >= share)
-    return _least(with_memory, node, lambda found: not found.prediction.read_bytes)
+    return _least(with_memory, node, lambda found: not found.prediction.trunk_bytes and _held(found) == 1)
 
 
 def _held(placement: Placement) -> float:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from k3ray.workers.expert_fanout import ShardLink
+from k3ray.workers.expert_fanout import RemoteExperts, ShardLink
 from k3ray.workers.experts import ExpertStore
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
+from k3ray.workers.message_counts import MessageCounts
 from k3ray.workers.model.snapshot import StatePiece
 from k3ray.workers.shard import ExpertShard
 from k3ray.workers.stage import LayerStage
@@ -91,15 +94,34 @@ class InProcessChain:
         """Return (layer, expert) of every damaged expert used so far."""
         return sorted({met for part in self._parts for met in part.damaged_met()})
 
+    def record_routing(self) -> None:
+        """Have every stage keep from now on which experts its tokens choose."""
+        for stage in self._stages:
+            stage.record_routing()
+
+    def recorded_routing(self) -> list[tuple[int, int, npt.NDArray[np.int32]]]:
+        """Return (step, layer, ids (tokens, k)) of all stages, step by step and layer by layer."""
+        kept = [entry for stage in self._stages for entry in stage.recorded_routing()]
+        return sorted(kept, key=lambda entry: entry[:2])
+
     def counts(self) -> IoCounts:
-        """Return what all stages and shards have read, and where the stages' time went."""
+        """Return what all stages and shards have read, where the stages' time went, and what was sent."""
         counts = [loaded.counts() for loaded in self._loaded] + [IoCounts.of(store, None) for store in self._stores]
-        return sum([*counts, *(IoCounts(times=stage.times) for stage in self._stages)], IoCounts())
+        stages = zip(self._stages, self._loaded, strict=True)
+        return sum([*counts, *(IoCounts(times=one.times, messages=_messages(one, parts)) for one, parts in stages)],
+                   IoCounts())  # fmt: skip
 
     def close(self) -> None:
         """End the reading threads."""
         for part in self._parts:
             part.close()
+
+
+def _messages(stage: LayerStage, parts: LoadedSlice) -> MessageCounts:
+    shards = parts.experts.traffic if isinstance(parts.experts, RemoteExperts) else []
+    covered = stage.covered
+    name = f"layers {covered.start}..{covered.stop - 1}"
+    return MessageCounts.of_stage(name, covered.start == 0, stage.has_head, stage.traffic, shards)
 
 
 def start_in_process(stages: Sequence[StageSpec], shards: Sequence[ShardSpec]) -> InProcessChain:
