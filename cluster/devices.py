@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,28 @@ def _read_for(files: Sequence[DirectFile], kind: str, nbytes: int, slots: Sequen
             pass
     elapsed = time.perf_counter() - started
     return DiskSpeed(kind, nbytes, len(slots), all(file.direct for file in files), sum(counted), elapsed)
+
+
+def measure_bursts(
+    paths: Sequence[Path], piece_bytes: int, depth: int, burst: int, seconds: float = SECONDS
+) -> DiskSpeed:
+    """Read random pieces as a layer asks for its experts: so many at once, by `depth` threads, and none before all
+    are there. No piece is read twice. Raises DiskReadFailure.
+    """
+    with ExitStack() as opened, ThreadPoolExecutor(depth, thread_name_prefix="k3ray-devbw") as threads:
+        files = [opened.enter_context(DirectFile(path)) for path in paths]
+        slots = [prefaulted(slot_bytes(piece_bytes)) for _ in range(burst)]
+        places = iter(_places(files, piece_bytes, on_pages=False))
+        started, counted = time.perf_counter(), 0
+        while time.perf_counter() < started + seconds:
+            taken = list(islice(places, burst))
+            if not taken:
+                break
+            reads = [threads.submit(file.read, slot, offset, piece_bytes)
+                     for (file, offset), slot in zip(taken, slots, strict=False)]  # fmt: skip
+            counted += sum(read.result().nbytes for read in reads)
+        elapsed = time.perf_counter() - started
+        return DiskSpeed(EXPERT, piece_bytes, depth, all(file.direct for file in files), counted, elapsed)
 
 
 def _places(files: Sequence[DirectFile], nbytes: int, on_pages: bool) -> list[tuple[DirectFile, int]]:

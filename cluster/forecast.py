@@ -13,7 +13,7 @@ from k3ray.cluster.budget_plan import BudgetPlan
 from k3ray.cluster.devices import CHUNK, EXPERT, DiskSpeed, MemorySpeed
 from k3ray.cluster.memory_parts import expert_bytes
 from k3ray.cluster.token_time import Turn
-from k3ray.cluster.trip_times import CALL_S
+from k3ray.cluster.trip_times import CALL_S, DRIVER_S
 from k3ray.workers.model.config import ModelConfig
 
 DISK, KERNELS, UNKNOWN = "disk", "kernels", "not known"
@@ -34,7 +34,7 @@ class Forecast:
     @property
     def seconds(self) -> float | None:
         """Of a token after the prompt, with the call of its stage."""
-        return None if self.turn_s is None else self.turn_s + CALL_S
+        return None if self.turn_s is None else self.turn_s + DRIVER_S + CALL_S
 
     @property
     def dominated_by(self) -> str:

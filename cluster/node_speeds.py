@@ -27,6 +27,7 @@ from k3ray.cluster.devices import (
     DeviceFailure,
     device_name,
     measurable_files,
+    measure_bursts,
     measure_disk,
     measure_memory,
 )
@@ -42,8 +43,9 @@ from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.tape.manifest import TAPE_NAME, config_fields, read_manifest
 from k3ray.workers.tape.source import DEFAULT_READERS
 
-SECONDS = 0.5  # of each figure of a disk
+SECONDS = 1.0  # of each figure of a disk
 DEPTHS = {CHUNK: DEFAULT_READERS, EXPERT: QUEUE_DEPTH}  # as many reads at once as the engine makes
+RELEASED_BURST = 16  # experts of a token in a layer
 MEMORY_BYTES = 128 << 20  # at least; else twice what the processors cache
 MEMORY_SHARE = 4  # at most one part in so many of what is available
 
@@ -74,9 +76,10 @@ def node_speeds(
     shape = "" if config is None else f"-{_digest(config)}"
     memory = _kept_or(folder, f"memory-{threads}{shape}", measure, lambda: _memory(model, config, threads, cores))
     pieces = _pieces(config, tapes)
-    experts = [_disk(folder, path, EXPERT, pieces, measure) for path in models]
-    chunks = [_disk(folder, path / TAPE_NAME, CHUNK, pieces, measure) for path in tapes]
-    chunks = chunks or [_disk(folder, path, CHUNK, pieces, measure) for path in models]
+    burst = RELEASED_BURST if config is None else config.num_experts_per_token
+    experts = [_disk(folder, path, EXPERT, pieces[EXPERT], burst, measure) for path in models]
+    chunks = [_disk(folder, path / TAPE_NAME, CHUNK, pieces[CHUNK], 0, measure) for path in tapes]
+    chunks = chunks or [_disk(folder, path, CHUNK, pieces[CHUNK], 0, measure) for path in models]
     days = sorted({found.day for found in (memory, *experts, *chunks) if found is not None})
     rates = {} if memory is None else memory.rates
     return NodeSpeeds(
@@ -161,17 +164,25 @@ def _memory(model: Path | None, config: ModelConfig | None, threads: int, cores:
     return rates if trip_s is None else {**rates, "trip": trip_s}
 
 
-def _disk(folder: Path | None, path: Path, kind: str, pieces: dict[str, int], measure: bool) -> Measured | None:
-    """Of the device under the path, for reads of this kind; None where there is no figure and none can be made."""
+def _disk(folder: Path | None, path: Path, kind: str, nbytes: int, burst: int, measure: bool) -> Measured | None:
+    """Of the device under the path, for reads of this kind; None where there is no figure and none can be made.
+
+    burst: pieces that are asked for together, 0: one after the other, as long as there is room.
+    """
     depth = DEPTHS[kind]
 
     def read() -> dict[str, float]:
-        files = measurable_files(path, pieces[kind])
-        speeds = measure_disk(files, SECONDS, kinds=(kind,), depths=(depth,), pieces=pieces)
-        return {kind: speeds[0].bytes_per_s}
+        files = measurable_files(path, nbytes)
+        if burst:
+            speed = measure_bursts(files, nbytes, depth, burst, SECONDS)
+        else:
+            speed = measure_disk(files, SECONDS, kinds=(kind,), depths=(depth,), pieces={kind: nbytes})[0]
+        if not speed.bytes_read:
+            raise DeviceFailure(f"{path}: nothing was read within {SECONDS:g} s")
+        return {kind: speed.bytes_per_s}
 
     try:
-        return _kept_or(folder, f"disk-{device_name(path)}-{kind}-{pieces[kind]}-{depth}", measure, read)
+        return _kept_or(folder, f"disk-{device_name(path)}-{kind}-{nbytes}-{depth}-{burst}", measure, read)
     except (DeviceFailure, Failure, OSError):
         return None
 

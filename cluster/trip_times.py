@@ -10,7 +10,8 @@ from k3ray.cluster.seats import Seat
 from k3ray.workers.expert_owners import ExpertGroup
 from k3ray.workers.message_counts import ARROW, DRIVER
 
-CALL_S = 2.0e-3  # one Ray call from driver to stage or stage to stage with its part of the driver: docs/cluster.md
+DRIVER_S = 2.6e-3  # a token's part of the driver: its frame, its step kept, its logits taken out of Ray's store
+CALL_S = 2.7e-3  # one Ray call, from driver to stage or from stage to stage; both measured: benchmarks/prediction.py
 TRIP_S = 0.16e-3  # one question to a shard of the same host over our sockets: benchmarks/hop.py, with its encoding
 MORE_TRIP = 0.5  # of a trip more for every further shard that is asked at once: the same benchmark
 AWAY_S = 0.1e-3  # more where a shard is on another host: an ordinary switch, both ways
@@ -32,13 +33,13 @@ def between_stages(
     groups: Sequence[ExpertGroup],
     ways: Mapping[str, int],
 ) -> Between:
-    """A Ray call a stage; for each MoE layer one trip to all shards that have any of its experts.
+    """The driver and a Ray call a stage; for each MoE layer one trip to all shards that have any of its experts.
 
     Each has its fixed time, on one node too. stages: with their layers, first..stop-1. ways: bytes of all messages.
     """
     seats = {stage_name(run): seat for seat, run in stages}
     seats |= {shard_name(number, len(shards)): seat for number, seat in enumerate(shards)}
-    sent, seconds = 0, len(stages) * CALL_S
+    sent, seconds = 0, DRIVER_S + len(stages) * CALL_S
     for way, nbytes in ways.items():
         ends = way.split(ARROW)
         if _leaves(ends, seats):

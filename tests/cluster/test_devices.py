@@ -17,6 +17,7 @@ from k3ray.cluster.devices import (
     EXPERT,
     DeviceFailure,
     measurable_files,
+    measure_bursts,
     measure_disk,
     measure_memory,
     written_file,
@@ -79,6 +80,17 @@ def test_time_and_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [speed.bytes_read for speed in measure_disk([file], seconds=0.0)] == [0, 0, 0, 0]
     monkeypatch.setattr(devices, "LARGEST_BYTES", 8192 * 3)
     assert measure_disk([file], seconds=60.0, kinds=(CHUNK,), depths=(2,))[0].bytes_read == 8192 * 3
+
+
+def test_bursts_are_read_whole_and_no_piece_twice(tmp_path: Path, reads: list[tuple[str, int, int]]) -> None:
+    files = [make_file(tmp_path / "a", 10_000 * 20 + 3000), make_file(tmp_path / "b", 10_000 * 5)]
+    speed = measure_bursts(files, 10_000, depth=3, burst=7, seconds=60.0)
+    assert (speed.kind, speed.piece_bytes, speed.depth) == (EXPERT, 10_000, 3)
+    assert len(set(reads)) == len(reads) == 24 and speed.bytes_read == 240_000
+    for name in ("a", "b"):
+        offsets = sorted(offset for file, offset, _ in reads if file == name)
+        assert all(later - earlier >= 10_000 for earlier, later in pairwise(offsets))
+    assert measure_bursts(files, 10_000, 3, 7, seconds=0.0).bytes_read == 0
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -29,7 +29,7 @@ from k3ray.cluster.seats import ClusterWishes, Seat, make_seats
 from k3ray.cluster.slowest_shard import expected_longest
 from k3ray.cluster.token_time import Turn, token_time
 from k3ray.cluster.topology import NodeFacts, NodeSpeeds, ThreadSpeeds
-from k3ray.cluster.trip_times import AWAY_S, CALL_S, MORE_TRIP, TRIP_S, between_stages
+from k3ray.cluster.trip_times import AWAY_S, CALL_S, DRIVER_S, MORE_TRIP, TRIP_S, between_stages
 from k3ray.workers.expert_owners import ExpertGroup, ExpertOwners
 from k3ray.workers.model.config import read_config
 from k3ray.workers.tape.layout import plan_layout
@@ -62,7 +62,7 @@ def test_two_equal_nodes_that_hold_everything_by_hand() -> None:
     each_s = an_expert / (15 * GB * shard)
     slowest_s = expected_longest(((0.5, each_s), (0.5, each_s)), TOP_K, shared_s)
     assert found.kernels_s == pytest.approx(trunk_s + MOE * (slowest_s - shared_s))
-    fixed_s = 2 * CALL_S + MOE * (TRIP_S * (1 + MORE_TRIP) + AWAY_S)
+    fixed_s = DRIVER_S + 2 * CALL_S + MOE * (TRIP_S * (1 + MORE_TRIP) + AWAY_S)
     assert found.network_s == pytest.approx(fixed_s + found.network_bytes / 1.25e9, rel=1e-6)
     assert found.trips == 2 + MOE
     between = [way for way in found.way_bytes if "layers" in way.split(" > ")[0] and "layers" in way.split(" > ")[1]]
@@ -180,7 +180,7 @@ def test_shards_that_share_cores_with_their_stage_take_the_sum() -> None:
     slowest_s = expected_longest(((0.5, each_s), (0.5, each_s)), TOP_K, shared_s)
     a_layer_s = max(slowest_s, (shared_s + TOP_K * each_s) / 2)
     assert found.kernels_s == pytest.approx(trunk + MOE * (a_layer_s - shared_s))
-    assert found.network_s == pytest.approx(2 * CALL_S + MOE * 1e-3 * 1.5) and found.network_bytes == 0
+    assert found.network_s == pytest.approx(DRIVER_S + 2 * CALL_S + MOE * 1e-3 * 1.5) and found.network_bytes == 0
 
 
 @pytest.mark.parametrize("least", [0.0, 0.5, 2.0, 100.0])
@@ -234,7 +234,7 @@ def test_ways_are_counted_between_nodes_only_where_they_leave_one() -> None:
     runs, groups = [(0, 4), (4, 9)], (ExpertGroup(SMALL.moe_layers, (64, 64)),)
     ways = token_ways(SMALL, runs, groups, 2)
     alone = between_stages([(seats[0], (0, 9))], [], (), token_ways(SMALL, [(0, 9)], (), 0))
-    assert alone.sent_bytes == 0 and alone.trips == 1 and alone.seconds == CALL_S
+    assert alone.sent_bytes == 0 and alone.trips == 1 and alone.seconds == DRIVER_S + CALL_S
     together = between_stages([(seats[0], runs[0]), (seats[0], runs[1])], [seats[0], seats[0]], groups, ways)
     assert together.sent_bytes == 0
     afar = between_stages([(seats[1], runs[0]), (seats[1], runs[1])], [seats[1], seats[1]], groups, ways)
