@@ -31,8 +31,8 @@ from k3ray.workers.model.weights import WeightSources, read_layer
 from k3ray.workers.tape.order import tape_tensors
 
 Float32Array = npt.NDArray[np.float32]
-PASSES = (3, 9)  # the least and the most of each figure
-PASS_S = 0.4  # after so long no pass more than the least
+PASSES = (3, 25)  # the least and the most of each figure
+PASS_S = 0.5  # after so long no pass more than the least
 MANY_TRIES = 4  # layers of a kind that are looked for in a folder with a part of the model
 
 

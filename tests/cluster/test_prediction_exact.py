@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.prediction import PROMPT, WARM_UP, Decoded, decode, decoded, dif
 from benchmarks.prediction_setups import SetUp, planned
 from k3ray.cluster.budget_plan import COPY, EXPERTS, PINNED, RING
 from k3ray.cluster.cluster_file import described_speeds
+from k3ray.cluster.message_sizes import add_ways, routed_ways, stage_ways
 from k3ray.cluster.placed_plan import placed_plan
 from k3ray.cluster.placement import ActorPlacement, Placement
 from k3ray.cluster.roots_file import Roots, RootsMap
@@ -24,6 +26,7 @@ from k3ray.cluster.topology import NodeFacts
 from k3ray.driver import Driver
 from k3ray.nodes import look_here
 from k3ray.workers.checkpoint.synthetic_spec import SyntheticSpec
+from k3ray.workers.expert_owners import ExpertOwners
 from k3ray.workers.expert_reader import expert_slot_bytes
 from k3ray.workers.in_process import start_in_process
 from k3ray.workers.loading import CheckpointSpec
@@ -141,6 +144,36 @@ def test_what_is_not_as_foretold_is_said(runs: Run, model: tuple[Path, Path]) ->
     changed = replace(placement, stages=(replace(placement.stages[0], budget=bigger), *placement.stages[1:]))
     lines = differences(config, changed, costs, run, asked)
     assert [line.split(":")[0] for line in lines] == [f"memory for the trunk of {placement.stages[0].budget.name}"]
+
+
+def test_a_prompt_s_messages_are_as_foretold(model: tuple[Path, Path]) -> None:
+    """Steps of many tokens, and with numbers of four digits: every way of a whole run."""
+    config, _, node, placement = placed(TIGHT, model)
+    spec = CheckpointSpec(model[0], None, config.num_hidden_layers, config=config)
+    plan = placed_plan(placement, [node], spec, joined=False)
+    chain = start_in_process(plan.stages, plan.shards)
+    try:
+        chain.record_routing()
+        driver = Driver(chain, prompt_chunk=9)
+        driver._next_step = 997
+        session = driver.open(40)
+        driver.forward({session: list(range(30))})
+        found, routing = chain.counts().messages.way_bytes, chain.recorded_routing()
+    finally:
+        chain.close()
+    layers = [(stage.first, stage.stop) for stage in placement.stages]
+    expected: dict[str, int] = {}
+    for step, (tokens, wanted) in enumerate(((9, 0), (9, 0), (9, 0), (3, 1)), 998):
+        add_ways(expected, stage_ways(config, layers, tokens, wanted, step))
+    owners = ExpertOwners(2, config.num_experts, placement.experts)
+    add_ways(expected, routed_ways(config, layers, owners, 2, routing))
+    names = [stage.budget.name for stage in placement.stages]
+    following = dict(pairwise(names))
+    ends = {way: way.split(" > ") for way in found}
+    assert {
+        f"{sender} > {following[sender] if receiver == 'next stage' else receiver}": found[way]
+        for way, (sender, receiver) in ends.items()
+    } == expected
 
 
 @pytest.mark.ray
