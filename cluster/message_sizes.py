@@ -1,7 +1,7 @@
 """How many bytes a token's messages have on every way between actors: found by encoding messages of the same shape.
 
-Arrow's schema and padding are in them, so that a run counts the same bytes. Steps from the thousandth on have 8 bytes
-more in each frame and answer, for their number's digits.
+Arrow's schema and padding are in them, so that a run counts the same bytes. Steps from the thousandth on may have 8
+bytes more in a frame or an answer, for their number's digits.
 """
 
 from __future__ import annotations

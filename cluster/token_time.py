@@ -44,14 +44,15 @@ class TokenTime:
 
 
 def token_time(turns: Sequence[Turn], between_s: float) -> TokenTime:
-    """Add up the turns of a token. between_s: what passes between them, and between two tokens."""
-    whole_s = sum(turn.seconds() for turn in turns) + between_s
+    """Add up the turns of a token. between_s: what passes between them, and between two tokens.
+
+    A ring is filled before its stage's turn, as long as all that a disk has to read in a token finds its time.
+    """
     disk_s = kernels_s = 0.0
     reading: defaultdict[int, float] = defaultdict(float)
     for turn in turns:
         reading[turn.disk] += turn.trunk_read_s + turn.experts_read_s
-        ahead_s = min(turn.ahead_s, turn.trunk_read_s, whole_s - turn.seconds())
-        taken_s = turn.seconds(ahead_s)
+        taken_s = turn.seconds(min(turn.ahead_s, turn.trunk_read_s))
         rest_s = taken_s - turn.experts_s if taken_s > turn.experts_s else 0.0
         waited_s = taken_s > turn.kernels_s + turn.experts_s
         experts_s = taken_s - rest_s

@@ -171,14 +171,18 @@ def test_more_threads_are_never_slower_and_together_never_faster_than_all(thread
 
 def test_shards_that_share_cores_with_their_stage_take_the_sum() -> None:
     """Two seats of one thread each: stage and shard take turns on a core, and 3 threads of work share 2 cores."""
-    speeds = NodeSpeeds("day", 4e9, 2e9, 1e9, by_threads=(ThreadSpeeds(1, 1.5e9, 0.6e9), ThreadSpeeds(2, 2e9, 1e9)),
-                        trip_s=1e-3)  # fmt: skip
+    experts = (
+        2 * 2.75 * expert_bytes(SMALL) * 1.5e9 / shared_bytes(SMALL)
+    )  # the shared ones as long as the slowest shard
+    speeds = NodeSpeeds("day", 4e9, 2e9, experts, trip_s=1e-3, by_threads=(
+        ThreadSpeeds(1, 1.5e9, 0.6 * experts), ThreadSpeeds(2, 2e9, experts)))  # fmt: skip
     wishes = ClusterWishes(seats=2, positions=POSITIONS)
     found = place(SMALL, LAYOUT, [node("0", 1800 * MB, 2, speeds)], wishes, COSTS).prediction
     trunk = (COSTS.trunk_bytes(0, 9) + COSTS.state_bytes(0, 9)) / 1.5e9
-    shared_s, each_s = shared_bytes(SMALL) / 1.5e9, expert_bytes(SMALL) / 0.5e9
+    shared_s, each_s = shared_bytes(SMALL) / 1.5e9, expert_bytes(SMALL) / (experts / 2)
     slowest_s = expected_longest(((0.5, each_s), (0.5, each_s)), TOP_K, shared_s)
-    a_layer_s = max(slowest_s, (shared_s + TOP_K * each_s) / 2)
+    a_layer_s = (shared_s + TOP_K * each_s) / 2
+    assert a_layer_s > slowest_s
     assert found.kernels_s == pytest.approx(trunk + MOE * (a_layer_s - shared_s))
     assert found.network_s == pytest.approx(DRIVER_S + 2 * CALL_S + MOE * 1e-3 * 1.5) and found.network_bytes == 0
 
