@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 
 from k3ray.audit.address import HUB, origin_of, parse_address
 from k3ray.audit.snapshot import SourceKind
 from k3ray.audit.source_files import Ledger, SourceError
+from k3ray.http_client import is_private, new_http_client, redirected
 
 MAX_REDIRECTS = 5
 WAITS_S = (1.0, 4.0, 15.0)  # before the second, third and fourth try
@@ -52,14 +53,14 @@ class HttpFiles:
         self.ledger = Ledger()
         self._origin = parsed.origin
         self._authorization = parsed.authorization
-        if not self._authorization and token and origin_of(hub) == parsed.origin:
+        if not self._authorization and token and origin_of(hub) == parsed.origin and is_private(hub):
             self._authorization = f"Bearer {token}"
         self._named_revision = parsed.revision
         self._commits: set[str] = set()
         self._tags: dict[str, str] = {}
         self._say = say
         self._waits_s = waits_s
-        self._client = httpx.Client(follow_redirects=False, timeout=TIMEOUT)
+        self._client = new_http_client(TIMEOUT, httpx.Limits(max_connections=16))
 
     def close(self) -> None:
         """Close the connections."""
@@ -196,7 +197,9 @@ class HttpFiles:
                 if not answer.has_redirect_location:
                     yield answer
                     return
-                target = urljoin(url, answer.headers["location"])
+                target = redirected(url, answer.headers["location"])
+            if target is None:
+                raise self._error(name, "a redirect to something else", "one to an http or https address")
             if urlsplit(target).scheme != "https" and urlsplit(url).scheme == "https":
                 raise self._error(name, "a redirect away from https", "https throughout")
             url = target

@@ -43,7 +43,8 @@ class BlockJournal:
         self._size = size
         self._head = _head(size, checksum)
         self.blocks: list[Block] = []
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # never through a link into another file
+        self._file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
         self._read()
 
     @property

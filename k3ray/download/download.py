@@ -16,11 +16,11 @@ from k3ray.download.crew import run_jobs
 from k3ray.download.file_job import FileJob, Notes, Setting
 from k3ray.download.hub import Hub, HubFile, HubRefused, Listing
 from k3ray.download.patience import Patience
-from k3ray.download.record import Record, new_record, read_record, write_record
+from k3ray.download.record import FOLDER, Record, new_record, read_record, write_record
 from k3ray.download.revision import DownloadFailed, check_published, find_record, patiently
 from k3ray.download.selection import CONFIG, TOKENIZER, ShardMap, all_shards, index_names, map_shards, small_files
 from k3ray.download.stream import Line, new_client
-from k3ray.download.workplace import Workplace, occupied
+from k3ray.download.workplace import Workplace, occupied, telling_disk
 from k3ray.workers.checkpoint.index_file import read_index_file
 
 Say = Callable[[str], None]
@@ -68,8 +68,9 @@ def download(wish: Wish, hub: Hub, patience: Patience, say: Say, look: Look) -> 
     with occupied(wish.directory, "DIR") as workplace, new_client(patience.stall_s, wish.workers) as client:
         line = Line(hub, client, patience.stall_s)
         own = TOKENIZER if wish.tokenizer_only else (CONFIG,)
-        record = find_record(wish.repository, wish.revision, own, workplace, line, patience, say)
-        return _Work(wish, workplace, line, patience, record, say, look).run()
+        with telling_disk(workplace.directory, FOLDER):
+            record = find_record(wish.repository, wish.revision, own, workplace, line, patience, say)
+            return _Work(wish, workplace, line, patience, record, say, look).run()
 
 
 def fetch_again(
@@ -80,7 +81,8 @@ def fetch_again(
         record = read_record(workplace.directory) or replace(new_record(listing), wanted=frozenset(listing.names))
         wish = Wish(directory, listing.repository)
         work = _Work(wish, workplace, Line(hub, client, patience.stall_s), patience, record, say, look)
-        work.fetch(sorted(names), prove=True)
+        with telling_disk(workplace.directory, FOLDER):
+            work.fetch(sorted(names), prove=True)
         return work.counts.reached().fetched
 
 

@@ -6,7 +6,6 @@ of the whole file is known the moment its last byte is, and no byte that is prov
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from k3ray.download.hub import HubFile, Listing
 from k3ray.download.part_file import PartFile
 from k3ray.download.patience import Patience
 from k3ray.download.stream import Line, Sink, Stopped, stream
-from k3ray.download.workplace import NoSpace, Workplace
+from k3ray.download.workplace import Workplace, telling_disk
 from k3ray.workers.failure import Failure
 
 WHOLE_ATTEMPTS = 3
@@ -63,7 +62,7 @@ class FileFetch:
 
         Raises FetchFailed, AccessRefused, NoSpace, Stopped, PartClosed.
         """
-        try:
+        with telling_disk(self._workplace.directory, self.file.name):
             journal = BlockJournal(self._workplace.journal(self.file.name), self.file.size, self.file.checksum)
             self.part = PartFile(self._workplace.part(self.file.name), journal, self.file.size, self.file.checksum)
             try:
@@ -73,8 +72,6 @@ class FileFetch:
                 self.part.close()
             self._workplace.part(self.file.name).replace(self._workplace.directory / self.file.name)
             _sync_folder(self._workplace.directory)
-        except OSError as error:
-            raise _disk_failure(error, self._workplace, self.file) from None
 
     def _fetch_proven(self, part: PartFile) -> None:
         """Fetch until the whole file has the checksum; from the first byte again when it has not."""
@@ -134,15 +131,6 @@ class FileFetch:
         if failures > 1 or error.retry_after_s is not None:
             self._say(f"{self.file.name}: {error}; again at byte {part.position} in {seconds:.1f} s")
         wait(self._line, seconds)
-
-
-def _disk_failure(error: OSError, workplace: Workplace, file: HubFile) -> Failure:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return NoSpace(
-            f"{file.name}: {error.strerror} in {workplace.directory}; what was written is kept: free some space and "
-            "run the same command again, or download part of the layers (--layers)"
-        )
-    return NoSpace(f"{file.name}: {error.strerror} in {workplace.directory}: the disk does not take it")
 
 
 def _sync_folder(directory: Path) -> None:

@@ -18,7 +18,7 @@ from k3ray.download.hub import HubFile, Listing
 from k3ray.download.patience import Patience
 from k3ray.download.record import Record, write_record
 from k3ray.download.stream import Line, Stopped
-from k3ray.download.workplace import Workplace
+from k3ray.download.workplace import Workplace, telling_disk
 
 
 @dataclass(slots=True)
@@ -61,6 +61,10 @@ class FileJob:
 
     def run(self) -> None:
         """Prove or fetch the file; raises what FileFetch.run raises."""
+        with telling_disk(self._setting.workplace.directory, self.file.name):
+            self._run()
+
+    def _run(self) -> None:
         counts, name = self._setting.counts, self.file.name
         if not (self._is_here() and self._is_right()):
             self._take_over()
@@ -112,10 +116,10 @@ class FileJob:
         return False
 
     def _take_over(self) -> None:
-        """Make a wrong file at the place the part, unless there is a part with something in it."""
+        """Make a wrong file at the place the part, unless a part has something in it, or the file is a link's."""
         workplace, file = self._setting.workplace, self.file
         final, part = workplace.final(file.name), workplace.part(file.name)
-        if not final.is_file() or workplace.bytes_here(file):
+        if not workplace.owns(file.name) or workplace.bytes_here(file):
             return
         if final.stat().st_size != file.size:
             self._setting.say(f"{file.name}: here with {final.stat().st_size} bytes, expected {file.size}: again")

@@ -5,7 +5,6 @@ Knows who may be given the token: the endpoint that the user named, and nobody e
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from k3ray.download.answers import Transient
 from k3ray.download.checksums import Checksum
 from k3ray.download.patience import parse_retry_after
+from k3ray.http_client import is_private
 from k3ray.workers.failure import Failure
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -82,7 +82,7 @@ class Hub:
     @property
     def sends_token(self) -> bool:
         """Whether the token is sent: not over an unencrypted line to another machine."""
-        return self.token is not None and (urlsplit(self.endpoint).scheme == "https" or _is_loopback(self.endpoint))
+        return self.token is not None and is_private(self.endpoint)
 
     def headers_for(self, url: str) -> dict[str, str]:
         """The headers of a request: with the token to the endpoint itself, without it anywhere else."""
@@ -158,6 +158,9 @@ class Hub:
             raise HubRefused(f"--repo: {error}") from None
         except httpx.HTTPError as error:
             raise Transient(f"{self.host}: {type(error).__name__}: {error}") from None
+        except OSError as error:  # certificates that are not there
+            raise HubRefused(f"{what}: {self.host} cannot be connected to ({type(error).__name__}: {error.strerror}); "
+                             "correct SSL_CERT_FILE and the proxies of the environment") from None  # fmt: skip
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # a page that is not the hub's JSON
             raise HubRefused(f"{what}: {self.host} answered with something else than a hub's metadata "
                              f"({type(error).__name__}); correct --endpoint") from None  # fmt: skip
@@ -178,14 +181,6 @@ def check_endpoint(text: str, said_by: str) -> str:
 def _origin(url: str) -> tuple[str, str, int | None]:
     parts = urlsplit(url)
     return parts.scheme, (parts.hostname or "").lower(), parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_plain(name: object) -> bool:

@@ -37,7 +37,7 @@ class PartFile:
         self._unsynced = 0
         self._closed = False
         self._lock = threading.RLock()
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         if os.fstat(self._descriptor).st_size > size:
             os.ftruncate(self._descriptor, size)
 

@@ -6,13 +6,14 @@ import threading
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 import httpx
 
 from k3ray.download.answers import IgnoredRange, Transient, WantedBytes, bytes_to_skip, check_linked, check_status
 from k3ray.download.hub import Hub
 from k3ray.download.part_file import PartFile
+from k3ray.http_client import new_http_client, redirected
 
 MAX_REDIRECTS = 8
 LEAST_BYTES = 4096  # fewer than these in stall_s is a stall as well
@@ -49,7 +50,7 @@ def new_client(stall_s: float, workers: int) -> httpx.Client:
     """Connections for so many files at once; no read waits longer than stall_s."""
     timeout = httpx.Timeout(stall_s, connect=min(stall_s, 20.0))
     limits = httpx.Limits(max_connections=2 * workers + 2, max_keepalive_connections=workers)
-    return httpx.Client(timeout=timeout, limits=limits, follow_redirects=False)
+    return new_http_client(timeout, limits)
 
 
 def stream(line: Line, url: str, wanted: WantedBytes, part: PartFile, sink: Sink, accept_whole: bool) -> None:
@@ -62,7 +63,7 @@ def stream(line: Line, url: str, wanted: WantedBytes, part: PartFile, sink: Sink
         _request(line, url, wanted, part, sink, accept_whole)
     except httpx.TimeoutException:
         raise Transient(f"{_host(url)}: no byte for {line.stall_s:g} s") from None
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Transient(f"{_host(url)}: {type(error).__name__} ({error})") from None
     finally:
         part.flush()
@@ -78,9 +79,10 @@ def _request(line: Line, url: str, wanted: WantedBytes, part: PartFile, sink: Si
             if at_hub:
                 check_linked(wanted, answer.headers)
             if answer.has_redirect_location:
-                url = urljoin(url, answer.headers["location"])
-                if urlsplit(url).scheme not in ("http", "https"):
-                    raise Transient(f"it redirects to a {urlsplit(url).scheme[:20]!r} address")
+                target = redirected(url, answer.headers["location"])
+                if target is None:
+                    raise Transient(f"{_host(url)} redirects to something that is no http or https address")
+                url = target
                 continue
             check_status(wanted, answer.status_code, answer.headers, _host(url), at_hub)
             skip = bytes_to_skip(wanted, answer.status_code, answer.headers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,10 +66,23 @@ class Workplace:
 
     def bytes_needed(self, file: HubFile) -> int:
         """Bytes that the disk must give for a file: not those that its part, or a file in its place, has already."""
-        if _size(self.final(file.name)) == file.size:
-            return 0
-        reused = self.part(file.name) if self.part(file.name).is_file() else self.final(file.name)
-        return max(file.size - _allocated(reused), 0)
+        if self.owns(file.name):
+            if _size(self.final(file.name)) == file.size:
+                return 0
+            if not self.part(file.name).is_file():
+                return max(file.size - _allocated(self.final(file.name)), 0)
+        return max(file.size - _allocated(self.part(file.name)), 0)
+
+    def owns(self, name: str) -> bool:
+        """Whether a file of that name is in the folder and nowhere else: through a link another one would be changed.
+
+        A symbolic link, or a second name of the same file (as in the hub's cache, or a copy by links), is not.
+        """
+        try:
+            found = self.final(name).lstat()
+        except OSError:
+            return False
+        return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
 
     def check_space(self, files: Iterable[HubFile]) -> None:
         """Raise NoSpace when the disk has less than these files still need."""
@@ -87,6 +102,8 @@ def occupied(directory: Path, option: str) -> Iterator[Workplace]:
     make_folder(directory, option)
     workplace = Workplace(directory.resolve())
     make_folder(workplace.inside, option)
+    if workplace.inside.is_symlink():
+        raise DownloadBusy(f"{workplace.inside}: is a link, expected a folder on the disk of {directory}; remove it")
     lock = FileLock(workplace.inside / "lock", timeout=0)
     try:
         lock.acquire()
@@ -100,6 +117,20 @@ def occupied(directory: Path, option: str) -> Iterator[Workplace]:
         yield workplace
     finally:
         lock.release()
+
+
+@contextmanager
+def telling_disk(directory: Path, name: str) -> Iterator[None]:
+    """What the disk refuses is told as NoSpace, with the file that was at work."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoSpace(
+                f"{name}: {error.strerror} in {directory}; what was written is kept: free some space and "
+                "run the same command again, or download part of the layers (--layers)"
+            ) from None
+        raise NoSpace(f"{name}: {error.strerror or error} in {directory}: it cannot be read or written there") from None
 
 
 def _size(path: Path) -> int | None:

@@ -155,6 +155,10 @@ def other_file(request: Request, answer: Answer) -> Answer:
     return replace(answer, headers={**answer.headers, "ETag": tag})
 
 
+def to_no_address(request: Request, answer: Answer) -> Answer:
+    return Answer(302, {"Location": "http://127.0.0.1:99999/x?signature=s3cret"}, b"")
+
+
 def circle(request: Request, answer: Answer) -> Answer:
     return Answer(302, {"Location": f"/{request.name}"}, b"")
 
@@ -190,6 +194,7 @@ def growing(request: Request, answer: Answer) -> Answer:
         (r"config\.json", packed, "content encoded as gzip"),
         (SHARD, other_file, "another ETag than before"),
         (SHARD, circle, "more than 5 redirects"),
+        (SHARD, to_no_address, "a redirect to something else, expected one to an http or https address"),
         (SHARD, huge_header, f"header length of {2**63}, expected at most 100000000 bytes"),
         (SHARD, header_past_the_end, "header length of 90000000 in a file of"),
         (SHARD, growing, "expected the .* of before: it changed while it was audited"),
@@ -253,6 +258,12 @@ def test_the_token_goes_to_its_hub_only(server: RangeServer, checkpoint: Path) -
 def test_another_server_never_sees_the_token(server: RangeServer) -> None:
     fetched(server.address, "hf_secret", "https://huggingface.co")
     assert all("Authorization" not in request.headers for request in server.requests)
+
+
+def test_the_token_is_not_sent_over_an_unencrypted_line() -> None:
+    for hub, sent in (("http://mirror.test", False), ("https://mirror.test", True), ("http://127.0.0.1:8080", True)):
+        with closing(HttpFiles(f"{hub}/model", "hf_secret", hub)) as files:
+            assert bool(files._authorization) is sent
 
 
 def test_a_password_in_the_address_is_used_and_not_shown(server: RangeServer) -> None:
