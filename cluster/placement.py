@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from k3ray.cluster.budget_plan import EXPERTS, ActorBudget
+from k3ray.cluster.budget_plan import ActorBudget
 from k3ray.cluster.expert_shares import share_experts
 from k3ray.cluster.layer_cuts import Division, SeatDivider, SeatUse, cut_layers
+from k3ray.cluster.part_budgets import shard_budget, stage_budget
 from k3ray.cluster.prediction import ActorShare, Prediction, predict, stage_thread_share
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure, Seat, choose_seats, make_seats, shard_seats
@@ -185,19 +186,12 @@ def _weights(rates: Sequence[float | None], shares: Sequence[float]) -> list[flo
 
 
 def _stage(divider: SeatDivider, use: SeatUse, division: Division) -> ActorPlacement:
-    costs, first, stop = divider.costs, division.first, division.stop
     assert use.stage_threads is not None
-    parts = dict(divider.fixed_parts(use, first, stop)[1]) | costs.trunk_parts(first, stop, division.pinned_chunks)
     slots = 0 if use.remote else division.expert_bytes // divider.slot_bytes
-    if slots:
-        parts[EXPERTS] = slots * divider.slot_bytes
-    owned = 0 if use.remote else divider.owned(use, first, stop)
-    ring = costs.ring_chunks(first, stop, division.pinned_chunks)
-    budget = ActorBudget(
-        f"layers {first}..{stop - 1}", division.pinned_chunks, ring, division.streamed_bytes, slots, owned, parts
-    )
+    run = range(division.first, division.stop)
+    budget = stage_budget(divider.costs, run, use.stage_threads, use.remote, division.pinned_chunks, slots)
     seat, threads = use.seat, use.stage_threads
-    return ActorPlacement(seat.node, seat.numa, threads, seat.cores[:threads], first, stop, budget)
+    return ActorPlacement(seat.node, seat.numa, threads, seat.cores[:threads], run.start, run.stop, budget)
 
 
 def _shard(
@@ -210,8 +204,7 @@ def _shard(
 ) -> ActorPlacement:
     owned = sum(group.counts[number] for group in groups)
     slots = min(division.expert_bytes // divider.slot_bytes, owned)
-    parts = {**divider.fixed_parts(use, division.first, division.stop)[2], EXPERTS: slots * divider.slot_bytes}
-    budget = ActorBudget(f"shard {number} of {num_shards}", 0, 0, 0, slots, owned, parts)
+    budget = shard_budget(divider.costs, number, num_shards, owned, slots)
     seat, taken = use.seat, use.stage_threads or 0
     threads = max(1, seat.threads - taken)
     cores = seat.cores[taken:] or seat.cores[:threads]

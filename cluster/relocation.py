@@ -105,9 +105,7 @@ class PartCosts:
 
     def all_chunks(self, part: LostPart) -> int:
         """How many chunks the stage's part of a tape has."""
-        found = self.costs.pinned_chunks(part.first, part.stop, 1 << 62)
-        assert found is not None
-        return found
+        return self.costs.all_chunks(part.first, part.stop)
 
 
 def relocate(parts: Sequence[LostPart], rooms: Sequence[Room], costs: LayerCosts) -> dict[ActorId, Move]:

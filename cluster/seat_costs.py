@@ -86,14 +86,18 @@ class LayerCosts:
 
     def node_parts(self, seat: Seat) -> Parts:
         """What a seat pays for its node: what is there once, and the driver on its node."""
-        parts: Parts = {}
-        if seat.opens_node:
-            parts = {"libraries, once": memory_parts.LIBRARY_BYTES, "Ray's daemons": memory_parts.RAY_BYTES,
-                     "index of the tensors": self._index}  # fmt: skip
-        if seat.carries_driver:
-            vocabulary = (memory_parts.VOCABULARY_BYTES + 16) * self.config.vocab_size
-            parts["driver"] = memory_parts.DRIVER_BYTES + vocabulary
-        return parts
+        once = self.once_parts() if seat.opens_node else {}
+        return once | (self.driver_parts() if seat.carries_driver else {})
+
+    def once_parts(self) -> Parts:
+        """What every node has once."""
+        return {"libraries, once": memory_parts.LIBRARY_BYTES, "Ray's daemons": memory_parts.RAY_BYTES,
+                "index of the tensors": self._index}  # fmt: skip
+
+    def driver_parts(self) -> Parts:
+        """What the driver takes on its node."""
+        vocabulary = (memory_parts.VOCABULARY_BYTES + 16) * self.config.vocab_size
+        return {"driver": memory_parts.DRIVER_BYTES + vocabulary}
 
     def stage_parts(self, first: int, stop: int, threads: int, remote_experts: bool, alone: bool) -> Parts:
         """What a stage needs whatever its budget. alone: it has all layers.
@@ -124,6 +128,11 @@ class LayerCosts:
         """What a shard needs beside its slots."""
         working = memory_parts.shard_working_bytes(self.config, self.step_tokens)
         return {"process": memory_parts.ACTOR_BYTES, "activations": working}
+
+    def all_chunks(self, first: int, stop: int) -> int:
+        """How many chunks of the tape these layers have."""
+        low, high = self._chunks(first, stop)
+        return high - low
 
     def pinned_chunks(self, first: int, stop: int, room_bytes: int) -> int | None:
         """The most chunks that can stay in memory with a ring for the others in so much room; None: not even none."""

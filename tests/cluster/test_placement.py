@@ -20,6 +20,7 @@ from k3ray.cluster.expert_shares import share_experts, share_whole
 from k3ray.cluster.layer_cuts import SeatDivider, SeatUse, cut_layers
 from k3ray.cluster.machine import MemoryLimits
 from k3ray.cluster.placement import Placement, place
+from k3ray.cluster.plan_check import find_problems
 from k3ray.cluster.prediction import DISK, KERNELS
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure, make_seats
@@ -128,6 +129,7 @@ def test_everything_is_placed_once_within_every_budget(nodes: list[NodeFacts], w
     placement = placed(nodes, wishes)
     if placement is not None:
         check_placement(placement, nodes)
+        assert list(find_problems(placement, SMALL)) == [], "a plan written down is one that can be read back"
         assert placement == place(SMALL, LAYOUT, nodes, wishes, LayerCosts(SMALL, LAYOUT, POSITIONS))
 
 
