@@ -144,6 +144,9 @@ class HopLink:
         except OSError:
             ticket.breaks += 1
             self._drop()
+        except BaseException:  # no memory for the answer, an interrupt: what is left of it on the way is no frame
+            self._drop()
+            raise
 
     def _send(self, ticket: HopTicket) -> None:
         connection = self._connection

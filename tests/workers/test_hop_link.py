@@ -58,6 +58,28 @@ def test_a_connection_that_is_cut_is_made_again_and_the_request_sent_again(doors
     link.close()
 
 
+@pytest.mark.parametrize("host", [LOCAL, TCP])
+def test_an_answer_that_was_read_half_way_is_never_read_on(
+    doors: Callable[..., HopDoor], monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """No memory for an answer, or an interrupt in the middle of it: what is left of it is no frame."""
+    link = link_to(address_of(doors(), host))
+    assert ask(link, b"1") == b"answer to 1"
+    ticket, allocate = link.submit(pa.py_buffer(b"2")), pa.allocate_buffer
+
+    def nothing_left(size: int) -> pa.Buffer:
+        if threading.current_thread() is threading.main_thread():  # the door reads the request in another
+            raise MemoryError
+        return allocate(size)
+
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr("k3ray.workers.hop_frames.pa.allocate_buffer", nothing_left)
+        with pytest.raises(MemoryError):
+            link.collect(ticket)
+    assert within(10, lambda: ask(link, b"3")) == b"answer to 3"
+    link.close()
+
+
 def test_a_request_that_breaks_every_connection_is_given_up(doors: Callable[..., HopDoor]) -> None:
     def answering(message: pa.Buffer) -> pa.Buffer:
         for one in list(door._friends):
