@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,10 @@ from k3ray.cluster.node_facts import Inquiry, look
 from k3ray.cluster.ray_driver import reason_of
 from k3ray.cluster.ray_memory import RAY_DECIDES, memory_left
 from k3ray.cluster.roots_file import RootsMap
-from k3ray.cluster.strict_toml import TomlFailure
 from k3ray.cluster.topology import NodeFacts
 
 ANSWER_S = 120.0  # a node may have to build its index first
+LOOK_S = 10.0  # between two words on who is waited for
 
 
 def survey(
@@ -26,22 +27,18 @@ def survey(
     threads: int | None = None,
     measure: bool = False,
     answer_s: float = ANSWER_S,
-    refuse_unknown: Callable[[list[str]], TomlFailure] | None = None,
+    say: Callable[[str], None] = lambda line: None,
     only: Collection[str] | None = None,
 ) -> list[NodeFacts]:
     """The facts of all living nodes, the driver's first, the others by name. only: ids of those that are asked.
 
-    A node that cannot run the question (no k3ray, another Python) or does not answer in time has only a problem.
-    refuse_unknown: makes the failure for names of the roots file that no node has.
+    A node that cannot run the question (no k3ray, another Python) or does not answer in time has only a problem, and so
+    has one that the roots file names and the cluster does not have. say: hears who is waited for.
     """
     own = ray.get_runtime_context().get_node_id()
     nodes = sorted(
         (node for node in ray.nodes() if node["Alive"]), key=lambda node: (node["NodeID"] != own, _key(node))
     )
-    known = {text for node in nodes for text in (node["NodeManagerHostname"], node["NodeManagerAddress"])}
-    unknown = roots.unknown(known)
-    if unknown and refuse_unknown is not None:
-        raise refuse_unknown(unknown)
     shown = names_of([_key(node) for node in nodes])
     inquiries = [
         _inquiry(node, name, roots, own, threads, measure)
@@ -58,10 +55,33 @@ def survey(
         .remote(inquiry)
         for inquiry in inquiries
     ]
-    ray.wait(asked, num_returns=len(asked), timeout=answer_s)
+    _await(dict(zip(asked, (inquiry.name for inquiry in inquiries), strict=True)), answer_s, say)
     left = memory_left()
     answers = (_answer(inquiry, ref, answer_s) for inquiry, ref in zip(inquiries, asked, strict=True))
-    return [within_ray(facts, left.get(facts.node_id)) for facts in answers]
+    found = [within_ray(facts, left.get(facts.node_id)) for facts in answers]
+    return found if only is not None else [*found, *_absent(roots, nodes)]
+
+
+def _await(asked: Mapping[Any, str], answer_s: float, say: Callable[[str], None]) -> None:
+    """Wait for all answers. asked: ref -> the node's name. Ray takes a minute to believe that a host without power is
+    gone: what is waited for is said meanwhile.
+    """
+    began, waiting = time.monotonic(), list(asked)
+    while waiting and (left_s := answer_s - (time.monotonic() - began)) > 0:
+        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(LOOK_S, left_s))
+        if waiting and (waited_s := time.monotonic() - began) < answer_s:
+            names = ", ".join(asked[ref] for ref in waiting)
+            say(f"waiting for {names}: no answer for {waited_s:.0f} s, left out after {answer_s:g} s")
+
+
+def _absent(roots: RootsMap, nodes: Sequence[dict[str, Any]]) -> list[NodeFacts]:
+    """What the roots file names and is not there: a host that is down, or a mistake in writing."""
+    known = {text for node in nodes for text in (node["NodeManagerHostname"], node["NodeManagerAddress"])}
+    problem = (
+        "named in the --roots file and no living node of the cluster has that name or address: `ray start` there, or "
+        "correct the name"
+    )
+    return [NodeFacts("", name, "", problem=problem) for name in roots.unknown(known)]
 
 
 def within_ray(facts: NodeFacts, left_bytes: int | None) -> NodeFacts:

@@ -32,9 +32,15 @@ class Nodes:
 
 
 def find_nodes(
-    environment: Environment, model_dir: Path, tape: Path | None, roots_file: Path | None, measure: bool
+    environment: Environment,
+    model_dir: Path,
+    tape: Path | None,
+    roots_file: Path | None,
+    measure: bool,
+    say: Callable[[str], None],
 ) -> Nodes:
     """Ask every node, and compare. model_dir, tape: where every node has them that the roots file does not name.
+    say: hears who is waited for.
 
     Raises TomlFailure or RayFailure.
     """
@@ -48,7 +54,7 @@ def find_nodes(
         )
     else:
         with ray_runtime(RaySettings(address)) as runtime:
-            facts = survey(roots, environment.threads, measure, refuse_unknown=refusal(roots_file))
+            facts = survey(roots, environment.threads, measure, say=say)
             described = runtime.describe()
     return Nodes(tuple(compare_nodes(facts, versions())), described)
 
@@ -58,15 +64,6 @@ def look_here(roots: RootsMap, path: Path | None, threads: int | None, measure: 
     name = socket.gethostname()
     unknown = roots.unknown({name})
     if unknown:
-        raise refusal(path)(unknown)
+        expected = f"{name}, this machine, as no cluster is joined: set RAY_ADDRESS for several"
+        raise TomlFailure(path or Path("roots"), "node", ", ".join(unknown), expected)
     return look(Inquiry("local", name, "", roots.of(name, ""), True, threads, measure))
-
-
-def refusal(path: Path | None) -> Callable[[list[str]], TomlFailure]:
-    """What makes the failure for names in the roots file that no node has."""
-
-    def refuse(names: list[str]) -> TomlFailure:
-        expected = "names or addresses of nodes, as `k3ray nodes` shows them"
-        return TomlFailure(path or Path("roots"), "node", ", ".join(names), expected)
-
-    return refuse

@@ -17,7 +17,7 @@ from k3ray.cluster.roots_file import Roots, RootsMap, read_roots
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure
 from k3ray.cluster.topology import NodeFacts, Verdict, compare_nodes
 from k3ray.cluster.wishes import Wishes
-from k3ray.nodes import look_here, refusal
+from k3ray.nodes import look_here
 from k3ray.workers.actors import versions
 from k3ray.workers.loading import CheckpointSpec
 from k3ray.workers.model.config import ModelConfig
@@ -116,9 +116,8 @@ def place_run(
     checkpoint: with the driver's config. positions: of the longest sequence.
     threads: of the node that this command runs on. Raises PlacementFailure with every reason.
     """
-    refuse = refusal(wish.roots_path)
     if joined:
-        facts = survey(wish.roots, threads, refuse_unknown=refuse)
+        facts = survey(wish.roots, threads, say=say)
     else:
         facts = [look_here(wish.roots, wish.roots_path, threads, measure=False)]
     verdicts = compare_nodes(facts, versions())

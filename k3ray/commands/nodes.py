@@ -26,7 +26,7 @@ def run(model_dir: Path | None, tape: Path | None, roots: Path | None, measure: 
     say(source.describe())
     if measure:
         say("measuring memory and disks of every node for about five seconds")
-    nodes = find_nodes(environment, source.model_dir, tape, roots, measure)
+    nodes = find_nodes(environment, source.model_dir, tape, roots, measure, say)
     say(nodes.described)
     if as_json:
         records = [{**asdict(one.node), "usable": one.usable, "reasons": one.reasons} for one in nodes.verdicts]

@@ -129,7 +129,7 @@ def _nodes(
         if roots is not None or measure:
             raise PlacementFailure("--cluster describes machines that need not exist: leave out --roots and --measure")
         return read_cluster(cluster, config.num_hidden_layers)
-    nodes = find_nodes(environment, model_dir, tape, roots, measure)
+    nodes = find_nodes(environment, model_dir, tape, roots, measure, say)
     say(nodes.described)
     for one in nodes.verdicts:
         if not one.usable:

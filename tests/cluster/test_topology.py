@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from k3ray.cluster import devices, node_speeds
+from k3ray.cluster import devices, node_speeds, node_survey
 from k3ray.cluster.devices import CHUNK, EXPERT, MemorySpeed
 from k3ray.cluster.node_facts import Inquiry, layers_here, look, look_at_model, look_at_tape, numa_nodes
 from k3ray.cluster.node_survey import names_of, survey
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
 from k3ray.cluster.roots_file import Roots, RootsMap
-from k3ray.cluster.strict_toml import TomlFailure
 from k3ray.cluster.topology import ModelCopy, NodeFacts, TapeCopy, compare_nodes
 from k3ray.workers.actors import versions
 from k3ray.workers.checkpoint.index import open_index, open_names
@@ -212,8 +211,28 @@ def test_every_node_of_a_cluster_is_asked(k3b_dir: Path, tmp_path: Path) -> None
         assert compare_nodes([facts], versions())[0].usable
         (lost,) = survey(RootsMap(((facts.name, Roots((str(tmp_path / "none"),))),), Roots()))
         assert lost.models[0].problem and not compare_nodes([lost], versions())[0].usable
-        unknown = RootsMap((("elsewhere", Roots(("/m",))),), Roots())
-        with pytest.raises(TomlFailure, match="elsewhere"):
-            survey(unknown, refuse_unknown=lambda names: TomlFailure(tmp_path, "node", ", ".join(names), "a node"))
+        down = RootsMap((("elsewhere", Roots(("/m",))),), Roots((str(k3b_dir),)))
+        here, absent = compare_nodes(survey(down), versions())
+        assert here.usable and not absent.usable and absent.node.name == "elsewhere"
+        assert "no living node of the cluster has that name" in absent.reasons[0]
         (late,) = survey(RootsMap((), Roots((str(k3b_dir),))), answer_s=0.0)
         assert "did not answer in 0 s" in late.problem or late.models
+
+
+def test_who_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without power answers nothing, and Ray believes in it for a minute."""
+    now, said = [0.0], list[str]()
+
+    def wait(refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        now[0] += timeout
+        return [], [ref for ref in refs if ref == "c" or now[0] < 25]
+
+    monkeypatch.setattr(node_survey.ray, "wait", wait)
+    monkeypatch.setattr(node_survey.time, "monotonic", lambda: now[0])
+    node_survey._await({"b": "host-2", "c": "host-3"}, 35.0, said.append)
+    assert now == [35.0]
+    assert said == [
+        "waiting for host-2, host-3: no answer for 10 s, left out after 35 s",
+        "waiting for host-2, host-3: no answer for 20 s, left out after 35 s",
+        "waiting for host-3: no answer for 30 s, left out after 35 s",
+    ]
