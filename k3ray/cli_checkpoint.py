@@ -56,6 +56,9 @@ def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The checkpoint's folder.")],
     deep: Annotated[bool, typer.Option("--deep", help="Read every file and compare its checksum.")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Fetch exactly what is wrong again.")] = False,
+    scales: Annotated[
+        bool, typer.Option(help="Look for NaN in the scales: 5.6 % of the bytes are read, 85 GB of the release.")
+    ] = True,
     endpoint: Endpoint = None,
     json: Json = False,
 ) -> None:
@@ -65,4 +68,4 @@ def verify(
     """
     from k3ray.commands.verify import run
 
-    run(directory, deep, repair, endpoint, json)
+    run(directory, deep, repair, scales, endpoint, json)

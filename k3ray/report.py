@@ -21,6 +21,17 @@ def decimal_size(count: int) -> str:
     return f"{count} B"
 
 
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 42 s, 12 min, 3 h 05 min, 2 d 4 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What was asked for, defaults filled in. threads: of all processes together. layers: how many were run."""

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from k3ray.commands.hub_choice import choose_hub
 from k3ray.commands.terminal import say
-from k3ray.commands.transfer_progress import TransferProgress, duration
+from k3ray.commands.transfer_progress import TransferProgress
 from k3ray.commands.verify import conclude, prove
 from k3ray.download.download import Summary, Wish, download
 from k3ray.download.hub import Hub
 from k3ray.download.patience import Patience
 from k3ray.download.selection import SelectionError, parse_layers
 from k3ray.environment import read_environment
-from k3ray.report import decimal_size
+from k3ray.report import decimal_size, duration
 
 MAX_WORKERS = 32
 

@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from k3ray.report import decimal_size
+from k3ray.report import decimal_size, duration
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -28,6 +28,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
         self._said = time.monotonic()
+        self._said_done = 0
 
     def __enter__(self) -> Progress:
         if sys.stderr.isatty():
@@ -51,6 +52,13 @@ class Progress:
         """Say that `done` of `total` bytes are finished."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
-        elif time.monotonic() - self._said > SECONDS_BETWEEN_LINES:
-            self._said = time.monotonic()
-            say(f"{self._doing}: {decimal_size(done)} of {decimal_size(total)}")
+        elif (passed := time.monotonic() - self._said) > SECONDS_BETWEEN_LINES:
+            rate = (done - self._said_done) / passed
+            self._said, self._said_done = time.monotonic(), done
+            say(f"{self._doing}: {decimal_size(done)} of {decimal_size(total)}{_pace(total - done, rate)}")
+
+
+def _pace(left: int, bytes_per_s: float) -> str:
+    if bytes_per_s <= 0:
+        return ""
+    return f", {decimal_size(int(bytes_per_s))}/s, about {duration(left / bytes_per_s)} left"

@@ -9,18 +9,7 @@ from typing import Any
 
 from k3ray.commands.terminal import SECONDS_BETWEEN_LINES, say
 from k3ray.download.counts import Reached
-from k3ray.report import decimal_size
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them: 42 s, 12 min, 3 h 05 min, 2 d 4 h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+from k3ray.report import decimal_size, duration
 
 
 def line_of(reached: Reached, recent_bytes_per_s: float) -> str:

@@ -23,6 +23,7 @@ from k3ray.download.verdict import FAIL, PASS, Verdict
 from k3ray.download.verification import verify
 from k3ray.environment import read_environment
 from k3ray.report import decimal_size
+from k3ray.workers.checkpoint.header_json import show_name
 from k3ray.workers.failure import Failure
 
 LISTED = 10
@@ -41,16 +42,17 @@ class RepairRefused(Failure):
     exit_code = 2
 
 
-def run(directory: Path, deep: bool, repair: bool, endpoint: str | None, as_json: bool) -> None:
+def run(directory: Path, deep: bool, repair: bool, scales: bool, endpoint: str | None, as_json: bool) -> None:
     """Prove the folder, repair it if asked to, print what was found; raises VerifyFailed when it is not right."""
     hub = choose_hub(endpoint, read_environment())
-    listing = _listing(directory, hub, needed=repair) if deep or repair else None
-    verdict = _prove(directory, deep, listing)
+    listing = _listing(directory, hub, needed=False) if deep else None
+    verdict = _prove(directory, deep, listing, scales)
     fetched = None
-    if repair and not verdict.passed and verdict.fetch_again:
+    if repair and verdict.fetch_again:
         _show(verdict, say_only=True)
+        listing = listing or _listing(directory, hub, needed=True)
         fetched = _repair(directory, verdict, hub, listing)
-        verdict = _prove(directory, deep, listing)
+        verdict = _prove(directory, deep, listing, scales)
     if as_json:
         record = {**asdict(verdict), "proven": sorted(verdict.proven), "passed": verdict.passed}
         print(json.dumps({**record, "fetch_again": verdict.fetch_again, "repaired_bytes": fetched}, indent=1))
@@ -61,14 +63,14 @@ def run(directory: Path, deep: bool, repair: bool, endpoint: str | None, as_json
 
 def prove(directory: Path, quiet: bool) -> Verdict:
     """The proof at the end of a download, shown on standard error when quiet."""
-    verdict = _prove(directory, False, None)
+    verdict = _prove(directory, False, None, True)
     _show(verdict, say_only=quiet)
     return verdict
 
 
-def _prove(directory: Path, deep: bool, listing: Listing | None) -> Verdict:
+def _prove(directory: Path, deep: bool, listing: Listing | None, scales: bool) -> Verdict:
     with Progress("verifying") as progress:
-        return verify(directory, deep, listing, progress.update)
+        return verify(directory, deep, listing, progress.update, scales)
 
 
 def _listing(directory: Path, hub: Hub, needed: bool) -> Listing | None:
@@ -119,8 +121,13 @@ def _show(verdict: Verdict, say_only: bool = False) -> None:
     console.print(table, highlight=False)
     for found in verdict.findings:
         for problem in found.problems:
-            text = f"{found.check}: {problem.file}: {problem.text}"
+            text = f"{found.check}: {_shown(problem.file)}: {problem.text}"
             console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _shown(name: str) -> str:
+    """A file's name; quoted where it would break the line or command the terminal."""
+    return name if name.isprintable() else show_name(name)
 
 
 def conclude(verdict: Verdict, directory: Path) -> None:
@@ -137,8 +144,11 @@ def conclude(verdict: Verdict, directory: Path) -> None:
     again = verdict.fetch_again
     if again:
         more = f" and {len(again) - LISTED} more" if len(again) > LISTED else ""
-        step = (
-            f"fetch again: {' '.join(again[:LISTED])}{more}; next: k3ray verify {directory} --repair does exactly that"
+        step = f"fetch again: {' '.join(again[:LISTED])}{more}; next: "
+        step += (
+            f"k3ray verify {directory} --repair does exactly that"
+            if verdict.repairable
+            else f"copy them again, or k3ray download {directory}, if it is to be the released model"
         )
     else:
         step = "fetching again brings the same bytes: see the lines above"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from k3ray.download.block_journal import digest_of, read_blocks
 from k3ray.download.checksums import hash_file
 from k3ray.download.hub import HubFile
+from k3ray.download.reading import Reading
 from k3ray.download.record import Record
 from k3ray.download.verdict import Problem
 from k3ray.download.workplace import Workplace
@@ -57,34 +57,33 @@ def plan_checksums(
     return ChecksumPlan(tuple(to_read), tuple(trusted), tuple(unknown))
 
 
-def prove_checksums(
-    workplace: Workplace, plan: ChecksumPlan, threads: int, read: Callable[[int], None]
-) -> tuple[list[Problem], list[str]]:
+def prove_checksums(workplace: Workplace, plan: ChecksumPlan, reading: Reading) -> tuple[list[Problem], list[str]]:
     """The problems, and the names of the files that are right, of those that are read."""
 
     def prove(file: HubFile) -> Problem | None:
         path = workplace.final(file.name)
         try:
-            found = hash_file(path, file.checksum, read)
+            found = hash_file(path, file.checksum, reading.read)
         except OSError as error:
             return Problem(file.name, f"cannot be read ({error.strerror})")
         if found == file.checksum.value:
             return None
-        kind, where = file.checksum.kind, wrong_blocks(workplace, file)
+        kind, where = file.checksum.kind, wrong_blocks(workplace, file, reading)
         return Problem(file.name, f"its {kind} is {found}, expected {file.checksum.value}{where}")
 
-    with ThreadPoolExecutor(threads) as pool:
-        results = list(pool.map(prove, plan.to_read))
+    results = reading.threads(prove, plan.to_read)
     right = [file.name for file, problem in zip(plan.to_read, results, strict=True) if problem is None]
     return [problem for problem in results if problem is not None], right
 
 
-def wrong_blocks(workplace: Workplace, file: HubFile) -> str:
+def wrong_blocks(workplace: Workplace, file: HubFile, reading: Reading) -> str:
     """Which bytes of a damaged file are not those that the download wrote, by its journal; "" where it has none."""
     wrong = []
     blocks = read_blocks(workplace.journal(file.name), file.size, file.checksum)
+    reading.expect(sum(block.end - block.begin for block in blocks))
     with workplace.final(file.name).open("rb", buffering=0) as data:
         for block in blocks:
+            reading.read(block.end - block.begin)
             data.seek(block.begin)
             if digest_of(data.read(block.end - block.begin)) != block.digest:
                 wrong.append(f"{block.begin}-{block.end - 1}")

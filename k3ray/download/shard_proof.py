@@ -1,9 +1,9 @@
-"""One shard against what is known of it: its header, the index file's names for it, and its scale bytes."""
+"""One shard against what is known of it: its header and the index file's names for it; then its scale bytes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -23,9 +23,9 @@ READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ShardProof:
-    """What one shard's reading gave. names: a digest of its tensors' names. scales: how many tensors were read for NaN.
+    """What one shard's header gave. names: a digest of its tensors' names. scale_bytes: of its scale tensors.
 
-    header, nan: the problems found; astray: how its names differ from the index file's, "" where they do not.
+    header: the problems found; astray: how its names differ from the index file's, "" where they do not.
     """
 
     name: str
@@ -33,24 +33,41 @@ class ShardProof:
     tensor_bytes: int
     names: str
     astray: str
-    scales: int
+    scale_bytes: int
     header: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleProof:
+    """What one shard's scales gave. num_tensors: how many were read for NaN, of num_bytes."""
+
+    num_tensors: int
+    num_bytes: int
     nan: tuple[Problem, ...]
 
 
 def prove_shard(path: Path, index: IndexFile | None) -> ShardProof:
-    """Read one shard's header and scales."""
+    """Read one shard's header."""
     try:
         header = read_header(path)
-        scales, nan = _nan_scales(header)
     except (HeaderError, OSError) as error:
         text = str(error).removeprefix(f"{path}: ")
-        return ShardProof(path.name, 0, 0, "", "", 0, (Problem(path.name, text),), ())
+        return ShardProof(path.name, 0, 0, "", "", 0, (Problem(path.name, text),))
     nbytes = sum(header.kinds[int(kind)].nbytes for kind in header.kind_ids)
     digest = digest_of_names(header.names)
     stated = None if index is None else index.names_in(path.name).to_pylist()
     astray = "" if stated is None or digest_of_names(stated) == digest else _difference(header.names, stated)
-    return ShardProof(path.name, len(header.names), nbytes, digest, astray, scales, (), nan)
+    scale_bytes = sum(header.kinds[int(header.kind_ids[row])].nbytes for row in _scale_rows(header))
+    return ShardProof(path.name, len(header.names), nbytes, digest, astray, scale_bytes, ())
+
+
+def prove_scales(path: Path, read: Callable[[int], None]) -> ScaleProof:
+    """Read one shard's scales, in the order of the file; `read` is told of every tensor's bytes."""
+    try:
+        return _nan_scales(read_header(path), read)
+    except (HeaderError, OSError) as error:
+        text = str(error).removeprefix(f"{path}: ")
+        return ScaleProof(0, 0, (Problem(path.name, f"its scales cannot be read: {text}"),))
 
 
 def digest_of_names(names: Iterable[str]) -> str:
@@ -89,11 +106,16 @@ def _difference(found: list[str], stated: list[str]) -> str:
     return "holds " + " and ".join(parts) if parts else "is stated with a tensor more than once in the index"
 
 
-def _nan_scales(header: ShardHeader) -> tuple[int, tuple[Problem, ...]]:
+def _scale_rows(header: ShardHeader) -> list[int]:
+    """The rows of the scale tensors, in the order of the file."""
+    rows = [row for row, name in enumerate(header.names) if name.endswith(SCALE)]
+    rows = [row for row in rows if header.kinds[int(header.kind_ids[row])].dtype == "U8"]
+    return sorted(rows, key=lambda row: int(header.begins[row]))
+
+
+def _nan_scales(header: ShardHeader, read: Callable[[int], None]) -> ScaleProof:
     """How many scale tensors there are, and those with a NaN byte."""
-    wanted = [row for row, name in enumerate(header.names) if name.endswith(SCALE)]
-    wanted = [row for row in wanted if header.kinds[int(header.kind_ids[row])].dtype == "U8"]
-    wanted.sort(key=lambda row: int(header.begins[row]))
+    wanted, num_bytes = _scale_rows(header), 0
     damaged: list[tuple[str, int]] = []
     with header.path.open("rb", buffering=0) as file:
         for row in wanted:
@@ -101,11 +123,13 @@ def _nan_scales(header: ShardHeader) -> tuple[int, tuple[Problem, ...]]:
             count = _count_nan(file.fileno(), int(header.begins[row]), nbytes)
             if count:
                 damaged.append((header.names[row], count))
+            num_bytes += nbytes
+            read(nbytes)
     if not damaged:
-        return len(wanted), ()
+        return ScaleProof(len(wanted), num_bytes, ())
     listed = ", ".join(f"{show_name(name)} ({count} bytes)" for name, count in damaged[:SHOWN])
     more = f" and {len(damaged) - SHOWN} more" if len(damaged) > SHOWN else ""
-    return len(wanted), (Problem(header.path.name, f"NaN scales in {listed}{more}"),)
+    return ScaleProof(len(wanted), num_bytes, (Problem(header.path.name, f"NaN scales in {listed}{more}"),))
 
 
 def _count_nan(descriptor: int, begin: int, nbytes: int) -> int:

@@ -43,12 +43,14 @@ class Verdict:
     """All findings of one folder. partial: which part of the model it holds by its download's note, None: all.
 
     proven: files whose checksum was computed and is right; fetching them again would bring the same bytes.
+    repairable: whether it is known where the files come from.
     """
 
     directory: str
     findings: tuple[Finding, ...]
     partial: str | None
     proven: frozenset[str]
+    repairable: bool
 
     @property
     def passed(self) -> bool:

@@ -6,70 +6,52 @@ Asks no network: what the hub says comes in as a listing, or from the note of th
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from k3ray.download.checksum_proof import plan_checksums, prove_checksums
 from k3ray.download.hub import Listing
 from k3ray.download.known_files import Known, read_known
+from k3ray.download.reading import Reading
 from k3ray.download.selection import CONFIG, TOKENIZER
-from k3ray.download.shard_proof import ShardProof, explain_strays, prove_shard
+from k3ray.download.shard_proof import ScaleProof, ShardProof, explain_strays, prove_scales, prove_shard
 from k3ray.download.verdict import FAIL, Finding, Problem, Verdict, finding, unchecked
 from k3ray.download.vocabulary_proof import prove_vocabulary
 from k3ray.download.workplace import Workplace
+from k3ray.report import decimal_size
 from k3ray.workers.checkpoint.binding import bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.shard_files import SUFFIX, CheckpointError
 from k3ray.workers.failure import Failure
 
-MAX_THREADS = 4
 ONLY_TOKENIZER = "only the tokenizer was asked for"
+NAN = "NaN scales"
 Look = Callable[[int, int], None]
 
 
-def verify(directory: Path, deep: bool, listing: Listing | None, look: Look) -> Verdict:
-    """Prove the folder; raises CheckpointError only where it cannot be looked at at all."""
+def verify(directory: Path, deep: bool, listing: Listing | None, look: Look, scales: bool = True) -> Verdict:
+    """Prove the folder; raises CheckpointError only where it cannot be looked at at all.
+
+    look: told (bytes read, bytes to read); scales: whether they are read for NaN, 5.6 % of the released bytes.
+    """
     workplace = Workplace(directory.resolve())
     here = _shards_here(workplace.directory)
     known = read_known(workplace.directory, listing)
-    reading = _Reading(look, sum(here.values()))
+    reading = Reading(look)
     if not here and known.record is not None and known.record.wanted <= set(TOKENIZER):
         vocabulary = prove_vocabulary(workplace, known)
         checksums, proven = _checksums(workplace, here, known, [vocabulary], deep, reading)
-        return Verdict(str(directory), (vocabulary, checksums), ONLY_TOKENIZER, frozenset(proven))
+        return Verdict(str(directory), (vocabulary, checksums), ONLY_TOKENIZER, frozenset(proven), True)
     foreign = _foreign(here, known)
-    shards = _prove_shards(workplace, {name: here[name] for name in here if name not in foreign}, known, reading)
+    own = [name for name in here if name not in foreign]
+    shards = reading.threads(lambda name: prove_shard(workplace.final(name), known.index), own)
     sizes = _sizes(here, foreign, known)
     findings = [*_small_files(known), *sizes, *_contents(workplace, shards, known, sizes[0].status != FAIL)]
+    findings.append(_nan_scales(workplace, shards, reading) if scales else unchecked(NAN, "left out: --no-scales"))
     findings.append(prove_vocabulary(workplace, known))
     checksums, proven = _checksums(workplace, here, known, findings, deep, reading)
-    return Verdict(str(directory), (*findings, checksums), known.partial, frozenset(proven))
-
-
-class _Reading:
-    """Bytes looked at, told onwards; called from several threads."""
-
-    def __init__(self, look: Look, total: int) -> None:
-        self._look = look
-        self._done = 0
-        self._total = total
-        self._lock = threading.Lock()
-
-    def expect(self, more: int) -> None:
-        """More bytes will be read."""
-        self._total += more
-
-    def read(self, count: int) -> None:
-        """So many were."""
-        with self._lock:
-            self._done += count
-            self._look(self._done, self._total)
-
-
-def _threads() -> int:
-    return min(MAX_THREADS, os.cpu_count() or 1)
+    repairable = known.record is not None or known.released
+    return Verdict(str(directory), (*findings, checksums), known.partial, frozenset(proven), repairable)
 
 
 def _shards_here(directory: Path) -> dict[str, int]:
@@ -87,16 +69,6 @@ def _shards_here(directory: Path) -> dict[str, int]:
             except OSError:  # a link to nowhere
                 here[name] = -1
     return here
-
-
-def _prove_shards(workplace: Workplace, here: dict[str, int], known: Known, reading: _Reading) -> list[ShardProof]:
-    def prove(name: str) -> ShardProof:
-        proof = prove_shard(workplace.final(name), known.index)
-        reading.read(max(here[name], 0))
-        return proof
-
-    with ThreadPoolExecutor(_threads()) as pool:
-        return list(pool.map(prove, here))
 
 
 def _small_files(known: Known) -> list[Finding]:
@@ -137,7 +109,9 @@ def _sizes(here: dict[str, int], foreign: list[str], known: Known) -> list[Findi
     if not here:
         problems = problems or [Problem(f"*{SUFFIX}", "there is no shard here", refetch=False)]
     detail = f"{len(set(here) & expected)} of {len(expected)}" + (f" ({known.partial})" if known.partial else "")
-    count = finding("shard count", detail if known.expected else f"{len(here)}: nothing says how many", problems)
+    count = finding("shard count", detail if known.expected else f"{len(here)}", problems)
+    if not known.expected and not problems:
+        count = unchecked("shard count", f"{len(here)}: nothing says how many")
     if not known.sizes:
         why = "nothing here says what they should be"
         return [count, unchecked("each size", why), unchecked("total size", f"{sum(here.values()):,} bytes: {why}")]
@@ -148,6 +122,8 @@ def _sizes(here: dict[str, int], foreign: list[str], known: Known) -> list[Findi
     ]
     compared = [name for name in here if name in known.sizes and name in expected]
     sizes = finding("each size", f"{len(compared)} compared with {known.sizes_from}", wrong)
+    if not compared:
+        sizes = unchecked("each size", "no shard is here")
     total = sum(here[name] for name in compared)
     due = sum(known.sizes[name] for name in expected if name in known.sizes)
     text = f"{total:,} of {due:,} bytes"
@@ -155,23 +131,42 @@ def _sizes(here: dict[str, int], foreign: list[str], known: Known) -> list[Findi
 
 
 def _contents(workplace: Workplace, shards: list[ShardProof], known: Known, whole: bool) -> list[Finding]:
-    """Headers, the index against them, the text model, NaN scales. whole: all shards are here, and no other."""
+    """Headers, the index against them, the text model. whole: all shards are here, and no other."""
     tensors = sum(proof.num_tensors for proof in shards)
     headers = finding(
         "headers", f"{len(shards)} shards, {tensors:,} tensors", [p for proof in shards for p in proof.header]
     )
+    if not shards:
+        headers = unchecked("headers", "no shard is here")
     if known.index is None:
         index = unchecked("index against headers", "there is no index file that can be read")
     else:
         readable = [proof for proof in shards if not proof.header and proof.name in known.index.shard_names]
         detail = f"{len(readable)} of {len(known.index.shard_names)} shards"
         index = finding("index against headers", detail, explain_strays(readable, known.index))
-    scales = sum(proof.scales for proof in shards)
-    nan = [problem for proof in shards for problem in proof.nan]
-    nan_detail = f"{scales:,} scale tensors without a NaN" if not nan else f"{scales:,} scale tensors"
+        if not readable:
+            index = unchecked("index against headers", "no header of its shards can be read")
     sound = whole and FAIL not in (headers.status, index.status)
-    bound = _bound(workplace, known, sound)
-    return [headers, index, bound, finding("NaN scales", nan_detail, nan)]
+    return [headers, index, _bound(workplace, known, sound)]
+
+
+def _nan_scales(workplace: Workplace, shards: list[ShardProof], reading: Reading) -> Finding:
+    """The scale bytes of every shard whose header can be read."""
+    scaled = [proof for proof in shards if proof.scale_bytes]
+    unread = sum(bool(proof.header) for proof in shards)
+    beside = f"; {unread} shards could not be read" if unread else ""
+    if not scaled:
+        return unchecked(NAN, "there is no shard with scales" + beside)
+    reading.expect(sum(proof.scale_bytes for proof in scaled))
+
+    def prove(shard: ShardProof) -> ScaleProof:
+        return prove_scales(workplace.final(shard.name), reading.read)
+
+    proofs = reading.threads(prove, scaled)
+    problems = [problem for proof in proofs for problem in proof.nan]
+    free = "" if problems else " without a NaN"
+    tensors, read = sum(proof.num_tensors for proof in proofs), sum(proof.num_bytes for proof in proofs)
+    return finding(NAN, f"{tensors:,} scale tensors{free}, {decimal_size(read)} read{beside}", problems)
 
 
 def _bound(workplace: Workplace, known: Known, sound: bool) -> Finding:
@@ -196,7 +191,7 @@ def _checksums(
     known: Known,
     findings: list[Finding],
     deep: bool,
-    reading: _Reading,
+    reading: Reading,
 ) -> tuple[Finding, list[str]]:
     """The checksums, and the files whose bytes were read and are right."""
     small = [name for name in (CONFIG, *TOKENIZER, known.index_name, "generation_config.json") if name is not None]
@@ -207,7 +202,7 @@ def _checksums(
         advice = "the hub's are not here: --deep asks for them" if known.released else "no note of a download is here"
         return unchecked("checksums", f"of {len(plan.unknown)} files: {advice}"), []
     reading.expect(plan.num_bytes)
-    problems, proven = prove_checksums(workplace, plan, _threads(), reading.read)
+    problems, proven = prove_checksums(workplace, plan, reading)
     parts = [f"{len(plan.to_read)} files read and compared"]
     if plan.trusted:
         parts.append(f"{len(plan.trusted)} unchanged since they were right (--deep reads them)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 
 from k3ray.audit.http_files import HttpFiles
 from k3ray.download import record as record_file
-from k3ray.download.hub import Hub
+from k3ray.download.hub import Hub, Listing
 from k3ray.download.revision import DownloadFailed
+from k3ray.download.selection import SelectionError, all_shards, map_shards
 from k3ray.download.workplace import DownloadBusy, NoSpace
 from k3ray.http_client import ConnectionSettingsFailure
+from k3ray.workers.checkpoint.index_file import read_index_file
 from tests.downloads import SHARD, assert_exact, fetch
 from tests.local_hub import Fault, LocalHub, serving
 
@@ -134,3 +137,14 @@ def test_parts_on_another_disk_are_refused(hub: LocalHub, tmp_path: Path) -> Non
     (tmp_path / "model" / record_file.FOLDER).symlink_to(tmp_path / "other")
     with pytest.raises(DownloadBusy, match="is a link"):
         fetch(hub, tmp_path / "model")
+
+
+def test_an_index_of_very_many_shards_is_read_and_refused_in_time(tmp_path: Path) -> None:
+    """The work grows with the tensors, not with their square: it would take an hour."""
+    path = tmp_path / "model.safetensors.index.json"
+    shards = {f"model.layers.{number % 90}.x{number}": f"s{number}.safetensors" for number in range(200_000)}
+    path.write_text(json.dumps({"weight_map": shards}))
+    shard_map = map_shards(read_index_file(path))
+    assert len(shard_map.shards) == 200_000 and len(shard_map.by_layer) == 90
+    with pytest.raises(SelectionError, match="names 200000 shards, 200000 of which the repository does not have"):
+        all_shards(Listing("a/b", "c", {}), shard_map)

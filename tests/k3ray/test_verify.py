@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -202,7 +204,7 @@ def test_a_damaged_file_is_named_and_repaired(
     assert name in failed(verdict)[check] and name in failed(verdict)["checksums"]
     assert verdict.fetch_again == [name]
     hub.asked.clear()
-    command.run(downloaded, False, True, None, True)
+    command.run(downloaded, False, True, True, None, True)
     assert {asked.name for asked in hub.asked} == {name}
     assert (downloaded / name).read_bytes() == hub.files[name]
     found = json.loads(capsys.readouterr().out)
@@ -216,7 +218,7 @@ def test_a_repair_fetches_only_the_damaged_blocks(
     flip(downloaded / TWO, len(hub.files[TWO]) - 1)
     swap(downloaded / THREE, downloaded / FOUR)
     hub.asked.clear()
-    command.run(downloaded, True, True, None, False)
+    command.run(downloaded, True, True, True, None, False)
     ranges = sorted((asked.begin, asked.end) for asked in hub.asked if asked.name == TWO)
     assert ranges == [(7 * BLOCK, 8 * BLOCK), (14 * BLOCK, len(hub.files[TWO]))]
     assert {asked.name for asked in hub.asked} == {TWO, THREE, FOUR}
@@ -283,20 +285,87 @@ def test_deep_on_the_release_asks_the_hub_and_says_when_it_cannot(
 ) -> None:
     shutil.copyfile(shared_data / "k3-release" / "config.json", tmp_path / "config.json")
     with serving(LocalHub({"config.json": b"{}"})) as hub, pytest.raises(command.VerifyFailed):
-        command.run(tmp_path, True, False, hub.endpoint, False)
+        command.run(tmp_path, True, False, True, hub.endpoint, False)
     out = capsys.readouterr().out
     assert "checksums: config.json: its git-sha1 is" in out
     with pytest.raises(command.VerifyFailed):
         hub.refuse = lambda path, headers: (401, {})
         with serving(hub):
-            command.run(tmp_path, True, False, hub.endpoint, False)
+            command.run(tmp_path, True, False, True, hub.endpoint, False)
     assert "the checksums cannot be asked for: " in capsys.readouterr().err
 
 
 def test_a_repair_of_what_came_from_nowhere_is_refused(model: Path) -> None:
     (model / THREE).unlink()
     with pytest.raises(command.RepairRefused, match="neither a download's note nor the release's"):
-        command.run(model, False, True, None, False)
+        command.run(model, False, True, True, None, False)
+
+
+def test_a_repair_of_a_folder_that_is_right_asks_nobody(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.run(model, False, True, True, "http://127.0.0.1:9", False)
+    assert "PASS: " in capsys.readouterr().err
+
+
+def test_what_cannot_be_repaired_is_not_advised_to_be(model: Path) -> None:
+    (model / THREE).unlink()
+    with pytest.raises(command.VerifyFailed, match="copy them again, or k3ray download") as failure:
+        command.run(model, False, False, True, None, False)
+    assert "--repair" not in str(failure.value)
+
+
+def test_a_check_of_nothing_is_no_pass(tmp_path: Path, k3b_dir: Path) -> None:
+    assert PASS not in statuses(prove(tmp_path)).values()
+    for name in ("config.json", "model.safetensors.index.json"):
+        shutil.copyfile(k3b_dir / name, tmp_path / name)
+    found = statuses(prove(tmp_path))
+    assert {check for check, status in found.items() if status == PASS} == {"config", "index file"}
+    assert {found[check] for check in ("headers", "index against headers", "NaN scales", "each size")} == {UNCHECKED}
+
+
+def test_scales_may_be_left_out_and_it_is_said(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    test_a_nan_scale_is_named_with_its_tensor(model)
+    command.run(model, False, False, False, None, False)
+    said = capsys.readouterr()
+    assert "left out: --no-scales" in said.out and "NaN scales" in said.err.splitlines()[-1]
+
+
+def test_reading_is_told_in_bytes_that_are_read(downloaded: Path) -> None:
+    """The scales' bytes, then those whose checksum is compared: not the size of what is looked at."""
+    scales = 0
+    for shard in downloaded.glob("*.safetensors"):
+        data = shard.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        ends = [entry["data_offsets"] for name, entry in header.items() if name.endswith(".weight_scale")]
+        scales += sum(end - begin for begin, end in ends)
+    told: list[tuple[int, int]] = []
+    verify(downloaded, False, None, lambda done, total: told.append((done, total)))
+    assert (0, scales) in told and (scales, scales) in told
+    everything = scales + sum(path.stat().st_size for path in downloaded.iterdir() if path.is_file())
+    assert told[-1] == (everything, everything)
+
+
+def test_control_c_ends_every_thread_soon(downloaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of 17 GB are read in several threads: they end at their next piece, not at their end."""
+    monkeypatch.setattr("k3ray.download.checksums.READ_BYTES", 1000)
+    pieces: list[int] = []
+
+    def look(done: int, total: int) -> None:
+        pieces.append(done)
+        if len(pieces) == 40:
+            signal.raise_signal(signal.SIGINT)  # Python handles it in the main thread, which waits
+        time.sleep(0.002)
+
+    with pytest.raises(KeyboardInterrupt):
+        verify(downloaded, True, None, look, scales=False)
+    assert len(pieces) < 1000  # of 9,000
+
+
+def test_a_file_whose_name_commands_the_terminal_is_quoted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copyfile(model / ONE, model / "a\x1b[2J\nPASS.safetensors")
+    with pytest.raises(command.VerifyFailed):
+        command.run(model, False, False, True, None, False)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\nPASS" not in out and "a\\u001b[2J\\nPASS.safetensors" in out
 
 
 def test_no_folder_and_an_empty_one(tmp_path: Path) -> None:

@@ -213,6 +213,8 @@ def changed_index(folder: Path, **changes: str | None) -> None:
         ({"top": "../a.safetensors"}, ['shard name "../a.safetensors"']),
         ({"top": "/etc/passwd"}, ['shard name "/etc/passwd"']),
         ({"top": ""}, ['shard name ""']),
+        ({"top": "a\x1b[2J.safetensors"}, ['shard name "a\\u001b[2J.safetensors"']),
+        ({"top": "a\nb.safetensors"}, ['shard name "a\\nb.safetensors"']),
     ],
 )
 def test_an_index_file_that_says_something_else(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class IndexFileError(Failure):
 
 @dataclass(frozen=True, slots=True)
 class IndexFile:
-    """What the file states, as columns: the tensors' names, a shard after the other.
+    """What the file states, as columns: the tensors' names, a shard after the other, the shards in ascending order.
 
     names: (tensors,) large_string; starts: (shards + 1,) where each shard's begin. stated_bytes: its total_size. They
     live only while an index is made.
@@ -48,9 +49,9 @@ class IndexFile:
 
     def names_in(self, shard: str) -> pa.Array:
         """The tensors that the file places in a shard."""
-        if shard not in self.shard_names:
+        number = bisect_left(self.shard_names, shard)
+        if self.shard_names[number : number + 1] != (shard,):
             return self.names.slice(0, 0)
-        number = self.shard_names.index(shard)
         return self.names.slice(self.starts[number], self.starts[number + 1] - self.starts[number])
 
 
@@ -82,7 +83,8 @@ def read_index_file(path: Path) -> IndexFile:
     del data, document, split
     shard_names = encoded.dictionary.to_pylist()
     for name in shard_names:
-        if Path(name).name != name or not name.endswith(".safetensors") or name.startswith("."):
+        plain = Path(name).name == name and name.isprintable() and not name.startswith(".")
+        if not plain or not name.endswith(".safetensors"):
             raise IndexFileError(
                 path, f"the shard name {json.dumps(name)}", "the name of a .safetensors file beside it"
             )
