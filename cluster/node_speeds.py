@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,7 @@ from k3ray.cluster.devices import (
     EXPERT,
     PIECES,
     DeviceFailure,
+    MemorySpeed,
     device_name,
     measurable_files,
     measure_bursts,
@@ -104,6 +105,21 @@ def speeds_folder() -> Path | None:
     return usable_directory([platformdirs.user_cache_path("k3ray") / "speeds", user])
 
 
+def lent_bytes() -> int:
+    """How large a piece of memory is measured over: more than the caches hold, and no more than there is room for."""
+    return max(MEMORY_BYTES, min(memory_limits().available_bytes // MEMORY_SHARE, 2 * cached_bytes()))
+
+
+def speed_of_model(memory: MemorySpeed, model: Path, config: ModelConfig, cores: Sequence[int]) -> MemorySpeed:
+    """The same threads over this model's layers and experts; what the folder does not have stays as it is."""
+    found = measure_layers(model, config, (memory.threads,), cores, lent_bytes())[0]
+    return replace(
+        memory,
+        trunk_bytes_per_s=found.trunk_bytes_per_s or memory.trunk_bytes_per_s,
+        expert_bytes_per_s=found.expert_bytes_per_s or memory.expert_bytes_per_s,
+    )
+
+
 def measured_threads(threads: int) -> tuple[int, ...]:
     """The numbers of threads that are measured: one, half of them, all."""
     return tuple(sorted({1, max(1, threads // 2), threads}))
@@ -149,8 +165,7 @@ def _pieces(config: ModelConfig | None, tapes: Sequence[Path]) -> dict[str, int]
 
 
 def _memory(model: Path | None, config: ModelConfig | None, threads: int, cores: Sequence[int]) -> dict[str, float]:
-    most = memory_limits().available_bytes // MEMORY_SHARE
-    nbytes = max(MEMORY_BYTES, min(most, 2 * cached_bytes()))
+    nbytes = lent_bytes()
     speed = measure_memory(threads, cores, nbytes)
     rates = {"read": speed.read_bytes_per_s, "trunk": speed.trunk_bytes_per_s, "experts": speed.expert_bytes_per_s}
     if model is None or config is None:

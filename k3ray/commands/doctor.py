@@ -16,6 +16,7 @@ from k3ray.cluster.doctor import STOP, Finding, examine_host
 from k3ray.cluster.forecast import Forecast
 from k3ray.cluster.machine import default_threads, memory_limits, physical_cores
 from k3ray.cluster.model_checkup import examine_disk, examine_model, examine_tape, model_run, next_step
+from k3ray.cluster.node_speeds import speed_of_model
 from k3ray.cluster.preset_rows import PresetRow, preset_rows
 from k3ray.commands.budget import wide_console
 from k3ray.commands.terminal import say
@@ -99,7 +100,7 @@ def _model(
     named = "" if model_dir == embedded_model_dir() else str(model_dir)
     ask = "--ids 1,2,3" if source.tokenizer is None else "--prompt 'Hello'"
     findings.append(next_step(here, named, None if layout is None else tape, ask, limits))
-    return findings, preset_rows(here, limits, disk, memory)
+    return findings, preset_rows(here, limits, disk, speed_of_model(memory, model_dir, config, physical_cores()))
 
 
 def _memory_speed(memory: MemorySpeed) -> Finding:
