@@ -22,6 +22,7 @@ from k3ray.http_client import is_private, new_http_client, redirected
 MAX_REDIRECTS = 5
 WAITS_S = (1.0, 4.0, 15.0)  # before the second, third and fourth try
 TIMEOUT = httpx.Timeout(30.0, connect=15.0)
+STALL_S, LEAST_BYTES = 30.0, 4096  # a body of fewer bytes in that time has stalled, though some come
 _RETRIED = frozenset((408, 429, 500, 502, 503, 504))
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _NONE = re.compile(r"bytes \*/(\d+)")
@@ -157,8 +158,13 @@ class HttpFiles:
     def _receive(self, name: str, answer: httpx.Response, limit: int, expected: int | None) -> bytes:
         """The body, never more than `limit` bytes of it; a body of another length than `expected` is tried again."""
         pieces, count = [], 0
+        since, before = time.monotonic(), 0
         for piece in answer.iter_raw():
             count += len(piece)
+            if (now := time.monotonic()) - since > STALL_S:
+                if count - before < LEAST_BYTES:
+                    raise _TryAgain(f"{count - before} bytes in {now - since:.0f} s")
+                since, before = now, count
             self.ledger.count_bytes(name, len(piece))
             if count > limit:
                 raise self._error(name, f"a body of more than {limit} bytes", f"at most {limit}")

@@ -50,9 +50,11 @@ def _totals(artifact: Artifact, rules: Rules, rows: Sequence[KindRow]) -> list[S
     why = " ".join(line.strip() for line in lines)
     found = f"{number(bound)} tensors" if bound is not None else f"the text model cannot be bound: {why}"
     prefix = artifact.prefix
+    letter: Letter = "O" if artifact.index.has_shapes else "D"  # by names alone their shapes are the rules'
+    bound_what = "tensors that a run binds" + ("" if letter == "O" else ", by their names alone")
     return [
         compared("tensors.total", "tensors", "O", subject, counted, wanted, _BOTH, main=True),
-        compared("tensors.bound", "tensors", "O", "tensors that a run binds", found, f"{number(text)} tensors", _BOTH),
+        compared("tensors.bound", "tensors", letter, bound_what, found, f"{number(text)} tensors", _BOTH),
         compared("tensors.prefix", "tensors", "O", "the text model's names begin with", prefix, prefix, "every name"),
     ]
 
@@ -82,7 +84,7 @@ def _types(artifact: Artifact, rows: Sequence[KindRow]) -> list[Statement]:
     wrong = [f"{row.kind} {row.dtype} {list(row.shape)}" for row in ruled if not row.agrees]
     found = f"{len(ruled) - len(wrong)} of {len(ruled)}" + (f"; not {some(wrong)}" if wrong else "")
     subject = "kinds with the dtype, shape and count of the rules"
-    floats = sorted({row.kind.rsplit("#.", 1)[-1] for row in rows if row.dtype == "F32"})
+    floats = sorted({row.kind.rsplit("#.", 1)[-1] for row in rows if row.dtype == "F32" and row.entries})
     expected = sorted({row.kind.rsplit("#.", 1)[-1] for row in rows if row.dtype == "F32" and row.expected_entries})
     source = "the headers against the rules of config.json"
     return [

@@ -112,6 +112,18 @@ def test_a_dtype_of_the_same_size_is_named(copy: Path) -> None:
     assert "self_attn.dt_bias I32 [192]" in disagreeing(copy)["tensors.shapes"].found
 
 
+def test_a_kind_that_is_stored_as_another_dtype_everywhere_is_not_counted_as_stored(copy: Path) -> None:
+    def integers(header: Header) -> None:
+        for name, entry in header.items():
+            if name.endswith(".dt_bias"):
+                entry["dtype"] = "I32"
+
+    for shard in copy.glob("*.safetensors"):
+        edit_header(shard, integers)
+    found = disagreeing(copy)["tensors.f32"]
+    assert "dt_bias" in found.expected and "dt_bias" not in found.found
+
+
 def test_a_name_that_the_index_has_otherwise_is_named(copy: Path) -> None:
     def rename(document: Header) -> None:
         document["weight_map"][f"{PREFIX}2.mlp_res_norm.bias"] = document["weight_map"].pop(
