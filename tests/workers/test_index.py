@@ -280,6 +280,21 @@ def test_index_files_in_any_writing(folder: Path, cache: list[Path]) -> None:
             open_index(folder, cache)
 
 
+def test_a_folder_that_may_be_listed_and_not_entered(
+    folder: Path, cache: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.stat
+
+    def stat_of(path: Path, **options: Any) -> os.stat_result:
+        if path.name == INDEX:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat_of)
+    with pytest.raises(IndexFileError, match="Permission denied"):
+        open_index(folder, cache)
+
+
 def test_damaged_gzip(folder: Path, cache: list[Path]) -> None:
     data = gzip.compress((folder / INDEX).read_bytes())
     (folder / INDEX).unlink()

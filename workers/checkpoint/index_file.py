@@ -62,10 +62,17 @@ class _Document(msgspec.Struct):
 
 def find_index_file(directory: Path) -> Path | None:
     """The index file of a checkpoint, None when it has none; raises IndexFileError when there are two."""
-    found = [directory / name for name in NAMES if (directory / name).exists()]
+    found = [directory / name for name in NAMES if _is_there(directory / name)]
     if len(found) == 2 and _read_bytes(found[0]) != _read_bytes(found[1]):
         raise IndexFileError(found[0], f"another content than in {found[1].name} beside it", "one index")
     return found[0] if found else None
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a folder that may be listed and not entered
+        raise IndexFileError(path, f"a file that cannot be read ({error})", "the checkpoint's index") from error
 
 
 def read_index_file(path: Path) -> IndexFile:
