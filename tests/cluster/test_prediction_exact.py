@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.prediction import PROMPT, WARM_UP, Decoded, decode, decoded, differences, replayed
+from benchmarks.decoded_run import PROMPT, WARM_UP, Decoded, decode, decoded
+from benchmarks.prediction import differences, replayed
 from benchmarks.prediction_setups import SetUp, planned
 from k3ray.cluster.budget_plan import COPY, EXPERTS, PINNED, RING
 from k3ray.cluster.cluster_file import described_speeds
