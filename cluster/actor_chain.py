@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from k3ray.workers.model.snapshot import StatePiece
 from k3ray.workers.specs import ShardSpec, StageSpec, part_name
 
 Options = Callable[[float, int | None, str, str | None], dict[str, Any]]
-PEAK_S = 5.0  # an actor that has not said its memory by then is left out
+PEAK_S = 5.0  # actors that have not said their memory by then are left out
 NUM_CPUS = 0  # the plan shares the cores out; Ray must not make an actor wait for one
 
 
@@ -159,10 +160,10 @@ class ActorChain:
         asked = {}
         for actor in all_actors(self):
             asked[self.part_of(actor)] = self.call_aside(actor, "peak_memory")
-        found = {}
+        found, ends = {}, time.monotonic() + PEAK_S
         for part, ref in asked.items():
             with suppress(ActorGone):
-                found[part] = int(self.result(ref)) if self.is_done(ref, PEAK_S) else 0
+                found[part] = int(self.result(ref)) if self.is_done(ref, max(0.0, ends - time.monotonic())) else 0
         return {part: nbytes for part, nbytes in found.items() if nbytes}
 
     def stop(self) -> None:

@@ -73,21 +73,27 @@ class MessageReport:
 
 
 def node_reports(
-    placement: Placement, node_of: Mapping[str, str], driver_node: str, here_bytes: int, peaks: Mapping[str, int]
+    placement: Placement,
+    node_of: Mapping[str, str],
+    driver_node: str,
+    here_bytes: int,
+    peaks: Mapping[str, int],
+    planned: Mapping[str, int],
 ) -> tuple[NodeReport, ...]:
     """The nodes of a placement, and those that took over from lost ones. node_of: the name of the node on which each
-    part is now. driver_node: its name; here_bytes: measured there; peaks: of actors, by their part.
+    part is now, planned: what it may take there. driver_node: its name; here_bytes: measured there; peaks: of actors,
+    by their part.
     """
-    actors = [_actor(actor, peaks) for actor in (*placement.stages, *placement.shards)]
-    planned = [(node.name, node.node_id, node.address, placement.node_bytes(number))
-               for number, node in enumerate(placement.nodes)]  # fmt: skip
-    known = {name for name, *_ in planned}
-    planned += [(name, "", "", 0) for name in dict.fromkeys(node_of.values()) if name not in known]
+    actors = [_actor(actor, peaks, planned) for actor in (*placement.stages, *placement.shards)]
+    nodes = [(node.name, node.node_id, node.address, sum(node.parts.values())) for node in placement.nodes]
+    known = {node.name for node in placement.nodes}
+    nodes += [(name, "", "", 0) for name in dict.fromkeys(node_of.values()) if name not in known]
     found = []
-    for name, node_id, address, planned_bytes in planned:
+    for name, node_id, address, once_bytes in nodes:
         here = tuple(actor for actor in actors if node_of[actor.part] == name)
         measured = here_bytes if name == driver_node else sum(actor.measured_bytes or 0 for actor in here)
-        found.append(NodeReport(name, node_id, address, planned_bytes, measured, here))
+        whole = once_bytes + sum(actor.planned_bytes for actor in here) if here or name == driver_node else 0
+        found.append(NodeReport(name, node_id, address, whole, measured, here))
     return tuple(found)
 
 
@@ -114,9 +120,9 @@ def report_lines(nodes: tuple[NodeReport, ...], messages: MessageReport | None) 
             yield messages.describe()
 
 
-def _actor(actor: ActorPlacement, peaks: Mapping[str, int]) -> ActorReport:
+def _actor(actor: ActorPlacement, peaks: Mapping[str, int], planned: Mapping[str, int]) -> ActorReport:
     budget = actor.budget
     return ActorReport(
-        budget.name, budget.total_bytes, peaks.get(budget.name), actor.threads, actor.cores, actor.numa,
+        budget.name, planned[budget.name], peaks.get(budget.name), actor.threads, actor.cores, actor.numa,
         (actor.first, actor.stop) if actor.stop else None, budget.owned_experts, budget.cache_slots,
     )  # fmt: skip

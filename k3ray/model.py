@@ -213,7 +213,8 @@ class Model:
         run = self._run
         assert run is not None and self.budget is not None
         run.memory.sample()
-        nodes, messages = run.node_reports(), run.message_report(io.messages) if io is not None else None
+        peaks = run.far_peaks()
+        nodes, messages = run.node_reports(peaks), run.message_report(io.messages) if io is not None else None
         tape = self._request.memory.tape
         return Generation(
             model=str(self.source.model_dir),
@@ -227,7 +228,7 @@ class Model:
             settings={**asdict(run.settings(self.settings)), **asked},
             versions=versions(),
             peak_memory_bytes=sum(node.measured_bytes for node in nodes) or run.memory.peak_bytes,
-            peak_memory_by_process=run.peaks(),
+            peak_memory_by_process=run.peaks(peaks),
             planned_memory_bytes=self.budget.total_bytes,
             planned_memory=self.budget.parts(),
             io=io,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ from k3ray.report import Settings
 from k3ray.workers.actors import ProcessReport
 from k3ray.workers.loading import Checkpoint, CheckpointSpec, open_checkpoint
 from k3ray.workers.message_counts import MessageCounts
-from k3ray.workers.specs import ShardSpec, StageSpec, part_name
+from k3ray.workers.specs import part_name
 
 Say = Callable[[str], None]
 
@@ -62,18 +62,23 @@ class Run:
     memory: ProcessMemory
     actors: ActorChain
     chain: RecoveringChain
+    homes: LivingNodes | None  # None: all actors are on this host
 
     def settings(self, asked: Settings) -> Settings:
         """What was asked for, with the stages, shards and threads that run."""
         threads = sum(actor.threads for actor in self.plan.actors) if self.placed is not None else asked.threads
         return replace(asked, stages=len(self.plan.stages), expert_shards=len(self.plan.shards), threads=threads)
 
-    def node_reports(self) -> tuple[NodeReport, ...]:
-        """Of the nodes of a cluster; none on one host."""
+    def node_reports(self, far_peaks: Mapping[str, int]) -> tuple[NodeReport, ...]:
+        """Of the nodes of a cluster; none on one host. far_peaks: see there."""
         if self.placed is None:
             return ()
-        here = self.memory.peak_bytes
-        return node_reports(self.placed.placement, self._nodes_now(), self._own_node, here, self._far_peaks())
+        here, placement = self.memory.peak_bytes, self.placed.placement
+        planned = {actor.budget.name: actor.budget.total_bytes for actor in (*placement.stages, *placement.shards)}
+        for spec in map(self.actors.spec_of, all_actors(self.actors)):
+            if spec.memory_bytes is not None:  # a part that went to another node may hold less there
+                planned[part_name(spec)] = spec.memory_bytes
+        return node_reports(placement, self._nodes_now(), self._own_node, here, far_peaks, planned)
 
     def message_report(self, counts: MessageCounts) -> MessageReport:
         """What went between the actors, and of it between nodes."""
@@ -83,14 +88,17 @@ class Run:
 
     def _nodes_now(self) -> dict[str, str]:
         """The name of the node that each part is on: another than the plan's after a node was lost."""
-        specs = [self.actors.spec_of(actor) for actor in all_actors(self.actors)]
-        return {part_name(spec): self._node_name(spec) for spec in specs}
+        name_of = self.homes.name_of if self.homes is not None else lambda actor: self._own_node
+        return {self.actors.part_of(actor): name_of(actor) for actor in all_actors(self.actors)}
 
-    def peaks(self) -> dict[str, int]:
+    def peaks(self, far_peaks: Mapping[str, int]) -> dict[str, int]:
         """Bytes by process: those of this host at one moment, of actors elsewhere what each held at most."""
-        return {**self._far_peaks(), **self.memory.peak.role_bytes}
+        return {**far_peaks, **self.memory.peak.role_bytes}
 
-    def _far_peaks(self) -> dict[str, int]:
+    def far_peaks(self) -> dict[str, int]:
+        """What the actors of a cluster say that they held at most; asked once, as one that cannot be reached is waited
+        for.
+        """
         return self.actors.peak_memory() if self.placed is not None else {}
 
     @property
@@ -98,11 +106,6 @@ class Run:
         """This node's name; on one host nothing."""
         nodes = self.placed.nodes if self.placed is not None else ()
         return next((node.name for node in nodes if node.driver), "")
-
-    def _node_name(self, spec: StageSpec | ShardSpec) -> str:
-        if spec.node_id is None or self.placed is None:
-            return self._own_node
-        return self.placed.node_names.get(spec.node_id, spec.node_id)
 
 
 def start_run(request: RunRequest, positions: int, running: ExitStack, say: Say) -> Run:
@@ -132,8 +135,15 @@ def start_run(request: RunRequest, positions: int, running: ExitStack, say: Say)
     say(budget.describe())
     if runtime is None:
         runtime = _connect(request, plan.num_processes, running, say)
-    memory, actors, chain = _start(request, plan, placed, runtime, running, say)
-    return Run(plan, budget, placed, runtime, memory, actors, chain)
+    memory, actors, watch = _start(plan, runtime, placed, running, say)
+    homes = _homes(request, placed, runtime, actors) if placed is not None and not runtime.started else None
+
+    def replaced(actor: ActorId, report: ProcessReport) -> None:
+        watch(actor, report)
+        say(f"lost and loaded again: {actors.part_of(actor)}")
+
+    chain = RecoveringChain(actors, request.recovery, replaced, homes)
+    return Run(plan, budget, placed, runtime, memory, actors, chain, homes)
 
 
 def _connect(request: RunRequest, workers: int, running: ExitStack, say: Say) -> RayRuntime:
@@ -143,8 +153,9 @@ def _connect(request: RunRequest, workers: int, running: ExitStack, say: Say) ->
 
 
 def _start(
-    request: RunRequest, plan: Plan, placed: Placed | None, runtime: RayRuntime, running: ExitStack, say: Say
-) -> tuple[ProcessMemory, ActorChain, RecoveringChain]:
+    plan: Plan, runtime: RayRuntime, placed: Placed | None, running: ExitStack, say: Say
+) -> tuple[ProcessMemory, ActorChain, Callable[[ActorId, ProcessReport], None]]:
+    """Start and load the actors; returns them, and what is to hear of each new process."""
     memory = running.enter_context(ProcessMemory({os.getpid(): "driver", **runtime.daemon_pids()}))
     names = placed.node_names if placed is not None else None
     actors = ActorChain(plan, runtime.actor_options, names, read_environment().ports)
@@ -156,15 +167,10 @@ def _start(
         if report.note:
             say(f"{actors.part_of(actor)}: {report.note}")
 
-    def replaced(actor: ActorId, report: ProcessReport) -> None:
-        watch(actor, report)
-        say(f"lost and loaded again: {actors.part_of(actor)}")
-
     actors.load(loaded=lambda part: say(f"loaded: {part}"))
     for actor, report in actors.loaded_reports():
         watch(actor, report)
-    homes = _homes(request, placed, runtime, actors) if placed is not None and not runtime.started else None
-    return memory, actors, RecoveringChain(actors, request.recovery, replaced, homes)
+    return memory, actors, watch
 
 
 def _homes(request: RunRequest, placed: Placed, runtime: RayRuntime, actors: ActorChain) -> LivingNodes:

@@ -53,13 +53,17 @@ def test_a_node_that_was_lost_keeps_its_line_without_actors() -> None:
     peaks = {part: 100 + number for number, part in enumerate(parts)}
     planned = {part: placement.nodes[actor.node].name
                for part, actor in zip(parts, (*placement.stages, *placement.shards), strict=True)}  # fmt: skip
-    before = node_reports(placement, planned, "a", 5000, peaks)
+    sizes = {actor.budget.name: actor.budget.total_bytes for actor in (*placement.stages, *placement.shards)}
+    before = node_reports(placement, planned, "a", 5000, peaks, sizes)
+    assert [node.planned_bytes for node in before] == [placement.node_bytes(number) for number in range(3)]
     assert [(node.name, len(node.actors)) for node in before] == [("a", 2), ("b", 2), ("c", 2)]
     assert before[0].measured_bytes == 5000 and before[1].measured_bytes == 101 + 104
     moved = {part: "new" if node == "c" else node for part, node in planned.items()}
-    after = node_reports(placement, moved, "a", 5000, {part: peak for part, peak in peaks.items() if part != parts[2]})
+    silent = {part: peak for part, peak in peaks.items() if part != parts[2]}
+    smaller = sizes | {parts[2]: 1000, parts[5]: 30}  # what found room elsewhere may hold less than was planned
+    after = node_reports(placement, moved, "a", 5000, silent, smaller)
     assert [(node.name, len(node.actors), node.measured_bytes) for node in after[1:]] == [
         ("b", 2, 205), ("c", 0, 0), ("new", 2, 105),
     ]  # fmt: skip
-    assert after[3].actors[0].measured_bytes is None and after[3].planned_bytes == 0
+    assert after[3].actors[0].measured_bytes is None and (after[2].planned_bytes, after[3].planned_bytes) == (0, 1030)
     assert "b: 0.58 GB planned" in "\n".join(report_lines(after, None))
