@@ -117,7 +117,7 @@ class Continuation:
         are they at a second Ctrl-C and when a step has failed, as what state there is then is not trusted. A sequence
         of lost actors is saved also where nobody asked for it (rescue_folder).
         """
-        lost = isinstance(error, ActorLost)
+        lost = isinstance(error, Failure) and error.exit_code == ActorLost.exit_code  # whoever found it: a stage, too
         if lost and self._path is None and self._rescue_folder is not None:
             self._rescue(driver, sequence)
         if self._path is None:

@@ -16,6 +16,7 @@ from k3ray.continuation import Continuation
 from k3ray.driver import Driver
 from k3ray.generation import generate
 from k3ray.state_file import open_state
+from k3ray.workers.hop_link import ShardUnreachable
 from k3ray.workers.loading import CheckpointSpec
 from tests.fake_actors import FakeActors, Fault, Ticket
 from tests.placed import PROMPT, Bits, Place, places, run
@@ -86,6 +87,26 @@ def test_without_save_state_it_is_rescued_and_the_command_is_said(
     (path,) = folder.iterdir()
     check(place, path, expected, len(PROMPT) + 5)
     assert f"next: k3ray generate {k3b_dir} --load-state {path}" in state.saved
+
+
+class Unreachable(FakeActors):
+    """A stage that lives and cannot reach its shard, which lives as well: for good, at the nth step of stage 1."""
+
+    def result(self, ticket: Ticket) -> Any:
+        if self.calls[ActorId("stage", 1), "apply"] >= 8:
+            raise ShardUnreachable("an expert shard's process lives, but a firewall is in the way")
+        return super().result(ticket)
+
+
+def test_a_shard_that_no_stage_reaches_costs_no_sequence_either(
+    place: Place, k3b_dir: Path, tmp_path: Path, expected: Bits
+) -> None:
+    """It ends with exit code 3 as any loss for good does, and a sequence is saved with that."""
+    folder = tmp_path / "state" / "k3ray"
+    state = ended(place, k3b_dir, Unreachable, [], ShardUnreachable, rescue=folder)
+    (path,) = folder.iterdir()
+    check(place, path, expected, open_state(path).document.num_committed)
+    assert open_state(path).document.num_committed and f"--load-state {path}" in state.saved
 
 
 def test_a_rescue_that_fails_is_said_and_nothing_else(place: Place, k3b_dir: Path, tmp_path: Path) -> None:
