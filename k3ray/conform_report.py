@@ -86,13 +86,14 @@ def as_json(reports: Sequence[LayerReport], about: dict[str, Any]) -> dict[str, 
     """Return what --json prints; an infinite error is null."""
     layers = [{"passed": report.passed, **asdict(report)} for report in reports]
     passed = bool(reports) and all(report.passed for report in reports)
-    record: dict[str, Any] = _finite({"passed": passed, **about, "reports": layers})
+    record: dict[str, Any] = finite({"passed": passed, **about, "reports": layers})
     return record
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same for JSON, which knows neither NaN nor infinity: None in their place."""
     if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
+        return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -103,7 +103,8 @@ def compare_logits(a: Floats, b: Floats) -> LogitsDifference:
 
 
 def _compare_row(row: int, a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> RowDifference:
-    difference = np.abs(a - b)
+    with np.errstate(over="ignore"):  # doubles near their largest: infinitely far, which no tolerance lets pass
+        difference = np.abs(a - b)
     worst = int(difference.argmax())
     largest = float(np.abs(a).max())
     max_abs = float(difference[worst])
@@ -124,14 +125,20 @@ def _compare_row(row: int, a: npt.NDArray[np.float64], b: npt.NDArray[np.float64
 
 def log_softmax(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """x - max - log(sum(exp(x - max)))."""
-    shifted = values - values.max()
+    with np.errstate(over="ignore"):
+        shifted = values - values.max()
     result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
     return result
 
 
 def divergence(log_p: npt.NDArray[np.float64], log_q: npt.NDArray[np.float64]) -> float:
-    """sum p (log p - log q) in nats; rounding can leave a tiny negative number, which is zero."""
-    return max(0.0, float((np.exp(log_p) * (log_p - log_q)).sum()))
+    """sum p (log p - log q) in nats; rounding can leave a tiny negative number, which is zero.
+
+    Infinite where the logarithms are: logits that far apart have no finite divergence.
+    """
+    with np.errstate(invalid="ignore"):
+        found = float((np.exp(log_p) * (log_p - log_q)).sum())
+    return max(0.0, found) if np.isfinite(found) else np.inf
 
 
 def rank(values: npt.NDArray[np.float64], token_id: int) -> int:

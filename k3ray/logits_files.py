@@ -29,13 +29,15 @@ def read_logits(name: str) -> Floats:
     if not path.is_file():
         raise LogitsFileFailure(f"{path}: there is no such file; name what k3ray generate --dump-logits wrote")
     try:
-        if path.suffix in (".npy", ".npz"):
+        if path.suffix.lower() in (".npy", ".npz"):
             return _floats(name, _numpy(name, path, array))
-        if path.suffix == ".json":
+        if path.suffix.lower() == ".json":
             return _json(path)
         contents = path.read_bytes()
     except OSError as error:
         raise LogitsFileFailure(f"{path}: {error.strerror}; name a file that can be read") from None
+    if contents.startswith((b"\x93NUMPY", b"PK\x03\x04")):  # its header would be taken for logits
+        raise LogitsFileFailure(f"{path}: found a file of numpy's, expected raw float32; rename it to .npy or .npz")
     if not contents or len(contents) % 4:
         raise LogitsFileFailure(f"{path}: found {len(contents)} bytes, expected little-endian float32, 4 bytes each")
     return np.frombuffer(contents, "<f4")
@@ -43,7 +45,7 @@ def read_logits(name: str) -> Floats:
 
 def _split(name: str) -> tuple[Path, str | None]:
     head, separator, array = name.rpartition(":")
-    return (Path(head), array) if separator and head.endswith(".npz") else (Path(name), None)
+    return (Path(head), array) if separator and head.lower().endswith(".npz") else (Path(name), None)
 
 
 def _numpy(name: str, path: Path, array: str | None) -> npt.NDArray[Any]:
@@ -71,7 +73,7 @@ def _json(path: Path) -> Floats:
     """Numbers, or rows of numbers, alone or under "logits"."""
     try:
         document = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LogitsFileFailure(f"{path}: not JSON ({error})") from None
     if isinstance(document, dict):
         if "logits" not in document:
@@ -82,7 +84,7 @@ def _json(path: Path) -> Floats:
         document = document["logits"]
     try:
         return _floats(str(path), np.array(document, np.float64))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise LogitsFileFailure(f"{path}: expected numbers, or rows of numbers of one length") from None
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import typer
 
 from k3ray.commands.terminal import say
+from k3ray.conform_report import finite
 from k3ray.logits_comparison import TOP, LogitsDifference, compare_logits
 from k3ray.logits_files import read_logits
 from k3ray.workers.failure import Failure
@@ -35,13 +37,21 @@ def run(a: str, b: str, tolerance: float | None, max_kl: float | None, as_json: 
             "a": a, "b": b, "passed": not complaints, "complaints": complaints, "max_abs": found.max_abs,
             "max_rel": found.max_rel, "max_kl": found.max_kl, "same_top": found.same_top, **asdict(found),
         }  # fmt: skip
-        print(json.dumps(record, indent=1))
+        print(json.dumps(finite(record), indent=1))
     else:
         print("\n".join(_lines(found)))
+    itself = "; A and B are one file: nothing was compared with another" if _one_file(a, b) else ""
     if complaints:
-        say(f"compare-logits: FAIL: {'; '.join(complaints)}")
+        say(f"compare-logits: FAIL: {'; '.join(complaints)}{itself}; next: k3ray conform names the first layer "
+            "that differs from the reference")  # fmt: skip
         raise typer.Exit(1)
-    say(f"compare-logits: PASS: {'equal in every bit' if found.bitwise else 'within what is tolerated'}")
+    verdict = "equal in every bit" if found.bitwise else "within what is tolerated"
+    say(f"compare-logits: PASS: {len(found.rows)} rows {verdict}{itself}")
+
+
+def _one_file(a: str, b: str) -> bool:
+    one, other = Path(a), Path(b)
+    return a == b or (one.exists() and other.exists() and one.samefile(other))
 
 
 def _complaints(found: LogitsDifference, tolerance: float | None, max_kl: float | None) -> list[str]:

@@ -166,6 +166,46 @@ def test_exit_codes_and_what_is_said(tmp_path: Path, capsys: Captured) -> None:
             ended(a, b, **bad)
 
 
+def test_a_numpy_file_of_another_ending_is_not_taken_for_raw_floats(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(32, np.float32))
+    (tmp_path / "a.logits").write_bytes((tmp_path / "a.npy").read_bytes())
+    with pytest.raises(LogitsFileFailure, match=r"rename it to \.npy"):
+        read_logits(str(tmp_path / "a.logits"))
+    assert read_logits(str((tmp_path / "a.npy").rename(tmp_path / "a.NPY"))).shape == (32,)
+
+
+def test_json_that_is_too_deep_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    with pytest.raises(LogitsFileFailure, match="not JSON"):
+        read_logits(str(tmp_path / "deep.json"))
+
+
+def test_doubles_too_far_apart_for_a_difference_never_pass(tmp_path: Path) -> None:
+    """No figure that overflows is taken for a small one, and the JSON stays JSON."""
+    for name, sign in (("a", -1), ("b", 1)):
+        np.save(tmp_path / f"{name}.npy", np.array([1e308, sign * 1e308]))
+    a, b = str(tmp_path / "a.npy"), str(tmp_path / "b.npy")
+    found = compare_logits(read_logits(a), read_logits(b))
+    assert found.max_kl == np.inf and found.max_abs == np.inf
+    for options in ({"tolerance": 1e300}, {"max_kl": 1e300}):
+        assert ended(a, b, **options) == 1
+
+
+def test_json_of_an_infinite_figure_is_json(tmp_path: Path, capsys: Captured) -> None:
+    a = write(tmp_path / "a", np.zeros(3, np.float32))
+    b = write(tmp_path / "b", np.ones(3, np.float32))
+    assert ended(a, b, tolerance=2.0, as_json=True) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["max_rel"] is None
+
+
+def test_a_file_compared_with_itself_is_said(tmp_path: Path, capsys: Captured) -> None:
+    a = write(tmp_path / "a", np.ones(3, np.float32))
+    (tmp_path / "b").symlink_to(a)
+    assert ended(a, str(tmp_path / "b")) == 0
+    assert "A and B are one file" in capsys.readouterr().err
+
+
 def test_zeros_of_either_sign_are_equal_in_value_not_in_bits(tmp_path: Path, capsys: Captured) -> None:
     a, b = write(tmp_path / "a", [0.0, 1.0]), write(tmp_path / "b", [-0.0, 1.0])
     assert ended(a, b) == 1 and ended(a, b, tolerance=0.0) == 0
