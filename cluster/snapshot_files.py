@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import BinaryIO, cast
 
 import pyarrow as pa
 
+from k3ray.workers.failure import Failure
 from k3ray.workers.held_snapshot import MARK_BYTES, SnapshotPlace
+
+
+class NoTemporaryRoom(Failure):
+    """A temporary folder that does not take a state that is to be loaded."""
 
 
 class SnapshotFile:
@@ -42,13 +48,14 @@ class SnapshotFile:
         found._sizes = list(sizes)
         return found
 
-    def write(self, contents: bytes) -> None:
+    def write(self, contents: bytes | memoryview) -> None:
         """Write what comes next of the pieces; OSError when there is no room."""
         self._file.write(contents)
+        self._file.flush()  # what has no room is told now, not when it is to be read
 
     def add(self, piece: pa.Buffer) -> None:
-        """Write one more piece."""
-        self._file.write(memoryview(piece))
+        """Write one more piece; OSError when there is no room."""
+        self.write(memoryview(piece))
         self._sizes.append(piece.size)
 
     @property
@@ -66,14 +73,31 @@ class SnapshotFile:
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
-            self._file.close()
+            with suppress(OSError):  # what had no room is still in its buffer
+                self._file.close()
 
 
 def deal_out(pieces: Iterable[tuple[int, pa.Buffer]], layers: Sequence[range]) -> tuple[SnapshotFile, ...]:
-    """Write (layer, piece)s, one in memory at a time, into a file for each of the stages with these layers."""
-    files = tuple(SnapshotFile() for _ in layers)
+    """Write (layer, piece)s, one in memory at a time, into a file for each of the stages with these layers.
+
+    Raises NoTemporaryRoom.
+    """
+    with _no_room_in_words():
+        files = tuple(SnapshotFile() for _ in layers)
     for layer, message in pieces:
         for file, mine in zip(files, layers, strict=True):
             if layer in mine:
-                file.add(message)
+                with _no_room_in_words():
+                    file.add(message)
     return files
+
+
+@contextmanager
+def _no_room_in_words() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NoTemporaryRoom(
+            f"the state that is loaded does not fit into {tempfile.gettempdir()} ({error.strerror}): make room there, "
+            "or name another folder in TMPDIR"
+        ) from None
