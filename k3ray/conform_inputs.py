@@ -92,7 +92,19 @@ class Recording:
 
     def layer(self, layer: int) -> LayerInputs:
         """Return what entered a zero-based layer; InputsFailure when it is not recorded or does not fit."""
-        return self._golden(layer) if self.is_golden else self._frames(layer)
+        try:
+            fed = self._golden(layer) if self.is_golden else self._frames(layer)
+        except (IndexError, TypeError, ValueError) as error:
+            raise InputsFailure(
+                f"--inputs {self.path}: layer {layer}: arrays that cannot be a recording ({error}); record it again"
+            ) from None
+        largest = np.abs(fed.prefix).max(axis=1, initial=0.0)
+        if not len(largest) or not np.isfinite(largest).all() or not largest.all():
+            raise InputsFailure(
+                f"--inputs {self.path}: layer {layer}: found {len(largest)} tokens, {int((largest == 0).sum())} of "
+                "them all zero; expected at least one token, each finite and none all zero: zeros agree with anything"
+            )
+        return fed
 
     def prompts(self) -> list[RecordedPrompt]:
         """Return the golden's prompts, each with its greedy continuation: the logits are of every position."""
@@ -100,8 +112,8 @@ class Recording:
         for number in range(100):
             if f"p{number}_logits" not in self._arrays:
                 break
-            ids, greedy = (self._arrays[f"p{number}_{part}"].tolist() for part in ("ids", "greedy"))
-            rows = (self._arrays[f"p{number}_logits"], self._arrays[f"p{number}_greedy_logits"][1:])
+            ids, greedy = (self._array(f"p{number}_{part}").tolist() for part in ("ids", "greedy"))
+            rows = (self._arrays[f"p{number}_logits"], self._array(f"p{number}_greedy_logits")[1:])
             found.append(RecordedPrompt(f"p{number}", ids + greedy[:-1], np.concatenate(rows)))
         return found
 
@@ -119,10 +131,10 @@ class Recording:
         """A layer's input is the last one's output; the blocks are what entered the layers that begin a block."""
         outputs = self._array("p0_layer_out")
         hidden, layers = self._config.hidden_size, self._config.num_hidden_layers
-        if outputs.shape[0] != layers or outputs.shape[2] != hidden:
+        if outputs.ndim != 3 or outputs.shape[0] != layers or outputs.shape[2] != hidden:
             raise InputsFailure(
-                f"--inputs {self.path}: recorded {outputs.shape[0]} layers of width {outputs.shape[2]}, this model has "
-                f"{layers} of {hidden}: name the golden.npz that belongs to the checkpoint"
+                f"--inputs {self.path}: recorded layers {outputs.shape}, this model has ({layers}, tokens, "
+                f"{hidden}): name the golden.npz that belongs to the checkpoint"
             )
         entering = [self._embed(self._array("p0_ids").tolist()), *outputs[:-1].astype(np.float32)]
         begins = range(0, layer, self._config.attn_res_block_size)

@@ -151,7 +151,7 @@ def test_what_does_not_go_together_is_refused(
 
 
 def test_recordings_of_another_model_are_refused(own: OwnModel, k3b_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputsFailure, match="recorded 9 layers of width 160, this model has 4 of 56"):
+    with pytest.raises(InputsFailure, match=r"recorded layers \(9, 41, 160\), this model has \(4, tokens, 56\)"):
         Recording(k3b_dir / "golden.npz", own.config, own.embed).layer(0)
     path = tmp_path / "frames.npz"
     np.savez(path, prefix_L1=np.zeros((3, 56)), blocks_L1=np.zeros((3, 2, 56)))
@@ -163,6 +163,25 @@ def test_recordings_of_another_model_are_refused(own: OwnModel, k3b_dir: Path, t
     np.savez(path, other=np.zeros(3))
     with pytest.raises(InputsFailure, match=r"found other; expected a golden\.npz"):
         Recording(path, own.config, own.embed)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"prefix_L0": np.zeros((0, 56)), "blocks_L0": np.zeros((0, 0, 56))}, "found 0 tokens"),
+        ({"prefix_L0": np.zeros((3, 56)), "blocks_L0": np.zeros((3, 0, 56))}, "3 of them all zero"),
+        ({"prefix_L0": np.full((3, 56), np.nan), "blocks_L0": np.zeros((3, 0, 56))}, "each finite"),
+        ({"prefix_L0": np.array(["x"]), "blocks_L0": np.zeros(3)}, "arrays that cannot be a recording"),
+        ({"prefix_L0": np.float32(3), "blocks_L0": np.zeros(3)}, "arrays that cannot be a recording"),
+        ({"p0_ids": np.zeros(3, np.int64), "p0_layer_out": np.zeros(3)}, r"recorded layers \(3,\)"),
+    ],
+)
+def test_a_recording_that_would_prove_nothing_is_refused(
+    own: OwnModel, tmp_path: Path, arrays: dict[str, np.ndarray[Any, Any]], message: str
+) -> None:
+    np.savez(tmp_path / "inputs.npz", **arrays)  # type: ignore[arg-type]
+    with pytest.raises(InputsFailure, match=message):
+        Recording(tmp_path / "inputs.npz", own.config, own.embed).layer(0)
 
 
 def test_without_torch_one_message_says_what_to_install(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
