@@ -21,6 +21,7 @@ from k3ray.commands.budget import read_layout, wide_console
 from k3ray.commands.nodes import speeds_text
 from k3ray.commands.terminal import say
 from k3ray.environment import Environment, read_environment
+from k3ray.files import check_writable
 from k3ray.model_source import find_model
 from k3ray.nodes import find_nodes
 from k3ray.workers.model.config import ModelConfig, read_config
@@ -39,6 +40,8 @@ def run(
 ) -> None:
     """Plan for the nodes at hand, or for those that `cluster` describes. memory: --memory or --preset, for a node."""
     environment = read_environment()
+    if out is not None:
+        check_writable(out, "--out")
     source = find_model(model_dir, None, environment)
     say(source.describe())
     config = read_config(source.model_dir)

@@ -14,6 +14,7 @@ from k3ray.cluster.plan_file import read_plan
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure
 from k3ray.cluster.strict_toml import TomlFailure
 from k3ray.commands import nodes, plan
+from k3ray.files import OutputFailure
 from k3ray.workers.model.config import read_config
 
 Captured = pytest.CaptureFixture[str]
@@ -100,6 +101,12 @@ def test_a_plan_for_this_machine(capsys: Captured) -> None:
     assert "this machine; no cluster is joined" in printed.err
     planned(None, None, as_json=False)
     assert "a token reads 0 of trunk" in capsys.readouterr().out
+
+
+def test_a_place_that_takes_no_plan_is_refused_before_any_work(tmp_path: Path, capsys: Captured) -> None:
+    with pytest.raises(OutputFailure, match="does not exist; make it first"):
+        planned(None, None, out=tmp_path / "none" / "plan.json")
+    assert capsys.readouterr().err == ""
 
 
 def test_what_does_not_go_together(k3b_dir: Path, tmp_path: Path) -> None:
