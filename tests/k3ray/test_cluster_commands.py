@@ -71,7 +71,7 @@ def test_roots_name_this_machine_or_are_refused(k3b_dir: Path, tmp_path: Path, c
     (record,) = json.loads(capsys.readouterr().out)["nodes"]
     assert record["models"][0]["path"] == str(k3b_dir.resolve())
     roots.write_text('[node.elsewhere]\nmodels = ["/m"]\n')
-    with pytest.raises(TomlFailure, match="found elsewhere, expected .* this machine"):
+    with pytest.raises(TomlFailure, match=r"found elsewhere, expected .* this machine"):
         nodes.run(None, None, roots, False, as_json=True)
 
 
