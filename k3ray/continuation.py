@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from k3ray.amounts import decimal_size
 from k3ray.cluster.actor_calls import ActorLost
 from k3ray.cluster.memory_parts import state_bytes
 from k3ray.driver import Driver
 from k3ray.files import OutputFailure, check_writable
 from k3ray.generation import GreedySequence, Resumption
-from k3ray.report import decimal_size
 from k3ray.state_file import SavedSequence, open_state, write_state
 from k3ray.state_identity import identify, refuse_other_model
 from k3ray.workers.actors import versions

@@ -14,11 +14,33 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote
 
 REPOSITORY = "moonshotai/Kimi-K3"
 COMMIT = "9f62e4e9fffbd0a83ddd60e1c209d828994b3569"
+
+
+@lru_cache(maxsize=256)
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@lru_cache(maxsize=256)
+def _git_id(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.suffix != ".npz"}
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """A checkpoint's files as a repository's, without what was recorded beside it; read once."""
+    return dict(_contents(directory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +101,7 @@ class LocalHub:
     def checksum(self, name: str) -> str:
         """What the metadata says: sha256 of a large file, the git object id of a small one."""
         data = (self.listed or self.files)[name]
-        if self.large(name):
-            return hashlib.sha256(data).hexdigest()
-        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        return _sha256(data) if self.large(name) else _git_id(data)
 
     def siblings(self) -> list[dict[str, object]]:
         """The metadata of every file."""
@@ -89,11 +109,9 @@ class LocalHub:
         for name, data in (self.listed or self.files).items():
             entry: dict[str, object] = {"rfilename": name}
             if self.with_blobs:
-                entry |= {"size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
+                entry |= {"size": len(data), "blobId": _git_id(data)}
                 if self.large(name):
                     entry["lfs"] = {"sha256": self.checksum(name), "size": len(data), "pointerSize": 134}
-                else:
-                    entry["blobId"] = self.checksum(name)
             found.append(entry)
         return found
 
@@ -266,7 +284,7 @@ def serving(hub: LocalHub) -> Iterator[LocalHub]:
         servers.append(_Server(("127.0.0.1", 0), bound))
     ports = [server.server_address[1] for server in servers]
     hub.endpoint, hub.content = f"http://127.0.0.1:{ports[0]}", f"http://localhost:{ports[1]}"  # two hosts by name
-    threads = [threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True) for server in servers]
+    threads = [threading.Thread(target=server.serve_forever, args=(0.005,), daemon=True) for server in servers]
     for thread in threads:
         thread.start()
     try:

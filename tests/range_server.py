@@ -117,11 +117,14 @@ def _answer(folder: Path, request: Request) -> Answer:
     path = folder / request.name
     if not path.is_file():
         return Answer(404, {}, b"")
-    data = path.read_bytes()
+    size = path.stat().st_size
     headers = {"ETag": f'"{request.name}"', "Accept-Ranges": "bytes"}
     if request.range is None:
-        return Answer(200, headers, data)
-    begin, end = request.range[0], min(request.range[1], len(data))
-    if begin >= len(data):
-        return Answer(416, {**headers, "Content-Range": f"bytes */{len(data)}"}, b"")
-    return Answer(206, {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}, data[begin:end])
+        return Answer(200, headers, path.read_bytes())
+    begin, end = request.range[0], min(request.range[1], size)
+    if begin >= size:
+        return Answer(416, {**headers, "Content-Range": f"bytes */{size}"}, b"")
+    with path.open("rb") as file:
+        file.seek(begin)
+        data = file.read(end - begin)
+    return Answer(206, {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}, data)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from k3ray.amounts import decimal_size
 from k3ray.audit.artifact import Artifact
 from k3ray.audit.claims import compared, number, said, some
 from k3ray.audit.counting import Rules
 from k3ray.audit.rules import PROJECTOR, ROUTED, TEXT, VISION, Rule
 from k3ray.audit.snapshot import KindRow, Letter, Statement
-from k3ray.report import decimal_size
 from k3ray.workers.checkpoint import shapes
 
 # (id, what, ends of the templates that belong to it)

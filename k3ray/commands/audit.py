@@ -10,6 +10,7 @@ from pathlib import Path
 
 import typer
 
+from k3ray.amounts import decimal_size
 from k3ray.audit.address import HUB
 from k3ray.audit.executed import golden_statements, has_golden, kda_statements
 from k3ray.audit.http_files import HttpFiles
@@ -23,7 +24,6 @@ from k3ray.commands.terminal import say
 from k3ray.environment import Environment, read_environment
 from k3ray.files import check_writable, write_file
 from k3ray.model_source import find_model
-from k3ray.report import decimal_size
 from k3ray.workers.failure import Failure
 
 SECONDS_BETWEEN_LINES = 5.0

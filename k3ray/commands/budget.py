@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from k3ray.amounts import decimal_size
 from k3ray.cluster.budget import plan_budget
 from k3ray.cluster.budget_plan import PINNED, BudgetPlan, HostRun, gigabytes, host_run
 from k3ray.cluster.machine import MemoryLimits, default_threads, memory_limits
@@ -21,7 +22,6 @@ from k3ray.cluster.wishes import merge_wishes
 from k3ray.commands.terminal import say
 from k3ray.environment import read_environment
 from k3ray.model_source import find_model
-from k3ray.report import decimal_size
 from k3ray.workers.checkpoint.census import ATTENTION, DENSE, EMBEDDING, HEAD, REST, ROUTED, SHARED, Census, read_census
 from k3ray.workers.failure import Failure
 from k3ray.workers.loading import CheckpointSpec

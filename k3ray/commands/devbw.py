@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from k3ray.amounts import decimal_size
 from k3ray.cluster.devices import (
     DiskSpeed,
     MemorySpeed,
@@ -21,7 +22,6 @@ from k3ray.cluster.devices import (
 from k3ray.cluster.machine import default_threads, physical_cores
 from k3ray.commands.terminal import Progress, say
 from k3ray.environment import read_environment
-from k3ray.report import decimal_size
 
 
 def run(path: Path, write: bool, as_json: bool) -> None:

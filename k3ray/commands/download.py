@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from k3ray.amounts import decimal_size, duration
 from k3ray.commands.hub_choice import choose_hub
 from k3ray.commands.terminal import say
 from k3ray.commands.transfer_progress import TransferProgress
@@ -15,7 +16,6 @@ from k3ray.download.hub import Hub
 from k3ray.download.patience import Patience
 from k3ray.download.selection import SelectionError, parse_layers
 from k3ray.environment import read_environment
-from k3ray.report import decimal_size, duration
 
 MAX_WORKERS = 32
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from k3ray.amounts import decimal_size
 from k3ray.commands.terminal import say
 from k3ray.environment import read_environment
 from k3ray.model_source import find_model
-from k3ray.report import decimal_size
 from k3ray.workers.checkpoint.census import Census, read_census
 
 

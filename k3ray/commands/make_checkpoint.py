@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from k3ray.amounts import decimal_size
 from k3ray.commands.terminal import Progress, say
-from k3ray.report import decimal_size
 from k3ray.workers.checkpoint.synthetic import write_checkpoint
 from k3ray.workers.checkpoint.synthetic_spec import SyntheticSpec, released_spec
 from k3ray.workers.failure import Failure

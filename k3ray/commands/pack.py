@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from k3ray.amounts import decimal_size
 from k3ray.commands.terminal import Progress, say
 from k3ray.environment import read_environment
 from k3ray.model_source import find_model
-from k3ray.report import decimal_size
 from k3ray.workers.checkpoint.binding import Binding, bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader

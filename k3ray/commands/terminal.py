@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from k3ray.report import decimal_size, duration
+from k3ray.amounts import decimal_size, duration
 
 SECONDS_BETWEEN_LINES = 10.0
 

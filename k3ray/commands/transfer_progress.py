@@ -7,9 +7,9 @@ import time
 from types import TracebackType
 from typing import Any
 
+from k3ray.amounts import decimal_size, duration
 from k3ray.commands.terminal import SECONDS_BETWEEN_LINES, say
 from k3ray.download.counts import Reached
-from k3ray.report import decimal_size, duration
 
 
 def line_of(reached: Reached, recent_bytes_per_s: float) -> str:

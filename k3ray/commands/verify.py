@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from k3ray.amounts import decimal_size
 from k3ray.commands.hub_choice import choose_hub
 from k3ray.commands.terminal import Progress, say
 from k3ray.commands.transfer_progress import TransferProgress
@@ -22,7 +23,6 @@ from k3ray.download.release import read_release
 from k3ray.download.verdict import FAIL, PASS, Verdict
 from k3ray.download.verification import verify
 from k3ray.environment import read_environment
-from k3ray.report import decimal_size
 from k3ray.workers.checkpoint.header_json import show_name
 from k3ray.workers.failure import Failure
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from k3ray.amounts import decimal_size
 from k3ray.download.checksum_proof import plan_checksums, prove_checksums
 from k3ray.download.hub import Listing
 from k3ray.download.known_files import Known, read_known
@@ -18,7 +19,6 @@ from k3ray.download.shard_proof import ScaleProof, ShardProof, explain_strays, p
 from k3ray.download.verdict import FAIL, Finding, Problem, Verdict, finding, unchecked
 from k3ray.download.vocabulary_proof import prove_vocabulary
 from k3ray.download.workplace import Workplace
-from k3ray.report import decimal_size
 from k3ray.workers.checkpoint.binding import bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.shard_files import SUFFIX, CheckpointError

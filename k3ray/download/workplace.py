@@ -12,11 +12,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from k3ray.amounts import decimal_size
 from k3ray.download.block_journal import read_blocks
 from k3ray.download.hub import HubFile
 from k3ray.download.record import FOLDER
 from k3ray.files import make_folder
-from k3ray.report import decimal_size
 from k3ray.workers.failure import Failure
 
 MARGIN_BYTES = 64 << 20

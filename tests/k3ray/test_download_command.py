@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.downloads import assert_asks_for_nothing_proven, assert_exact, journalled, wanted
-from tests.local_hub import Asked, Fault, LocalHub, serving
+from tests.local_hub import Asked, Fault, LocalHub, files_of, serving
 
 TOKEN = "hf_ThisIsTheTokenThatNothingShows"
 PROGRAM = """
@@ -30,8 +30,7 @@ main()
 
 @pytest.fixture
 def hub(k3b_dir: Path) -> Iterator[LocalHub]:
-    files = {path.name: path.read_bytes() for path in sorted(k3b_dir.iterdir()) if path.name != "golden.npz"}
-    with serving(LocalHub(files)) as hub:
+    with serving(LocalHub(files_of(k3b_dir))) as hub:
         yield hub
 
 

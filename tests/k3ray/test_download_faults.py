@@ -26,7 +26,7 @@ from tests.downloads import (
     total_journalled,
     wanted,
 )
-from tests.local_hub import Asked, Fault, LocalHub, serving
+from tests.local_hub import Asked, Fault, LocalHub, files_of, serving
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +38,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hub(k3b_dir: Path) -> Iterator[LocalHub]:
     """The golden checkpoint, as a repository."""
-    files = {path.name: path.read_bytes() for path in sorted(k3b_dir.iterdir()) if path.name != "golden.npz"}
-    with serving(LocalHub(files)) as hub:
+    with serving(LocalHub(files_of(k3b_dir))) as hub:
         yield hub
 
 

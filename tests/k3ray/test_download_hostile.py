@@ -19,14 +19,13 @@ from k3ray.download.workplace import DownloadBusy, NoSpace
 from k3ray.http_client import ConnectionSettingsFailure
 from k3ray.workers.checkpoint.index_file import read_index_file
 from tests.downloads import SHARD, assert_exact, fetch
-from tests.local_hub import Fault, LocalHub, serving
+from tests.local_hub import Fault, LocalHub, files_of, serving
 
 
 @pytest.fixture
 def hub(k3b_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    files = {path.name: path.read_bytes() for path in sorted(k3b_dir.iterdir()) if path.name != "golden.npz"}
-    with serving(LocalHub(files)) as hub:
+    with serving(LocalHub(files_of(k3b_dir))) as hub:
         yield hub
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from k3ray.amounts import duration
 from k3ray.commands.transfer_progress import line_of
 from k3ray.download.counts import Reached
 from k3ray.download.download import Summary, Wish, download
@@ -15,7 +16,6 @@ from k3ray.download.patience import Patience
 from k3ray.download.record import RecordError, read_record
 from k3ray.download.release import read_release
 from k3ray.download.revision import DownloadFailed
-from k3ray.report import duration
 from tests.local_hub import COMMIT, LocalHub, serving
 
 QUICK = Patience(attempts=3, first_wait_s=0.001, longest_wait_s=0.002, stall_s=2.0)
