@@ -11,7 +11,7 @@ import ray
 from k3ray.cluster.node_survey import survey
 from k3ray.cluster.ray_memory import memory_left
 from k3ray.cluster.roots_file import RootsMap
-from k3ray.cluster.topology import NodeFacts, compare_nodes
+from k3ray.cluster.topology import NodeFacts, can_join
 from k3ray.workers.actors import versions
 
 CONNECT_S = 2.0
@@ -22,15 +22,15 @@ SURVEY_S = 15.0  # a node that joined and does not answer by then is not used
 class RayView:
     """What Ray knows, and what a connection shows: Ray itself believes in a node for up to a minute after its end."""
 
-    def __init__(self, address: str, roots: RootsMap, reference: Sequence[NodeFacts]) -> None:
-        """address: of the head, HOST:PORT. roots: where nodes have the model. reference: the facts of this node, with
-        which those of others are compared.
+    def __init__(self, address: str, roots: RootsMap, members: Sequence[NodeFacts]) -> None:
+        """address: of the head, HOST:PORT. roots: where nodes have the model. members: the facts of the run's nodes,
+        with which those of others are compared.
         """
         self._own = str(ray.get_runtime_context().get_node_id())
         host, _, port = address.rpartition(":")
         self._head = host.strip("[]"), int(port)
         self._roots = roots
-        self._reference = tuple(reference)
+        self._members = tuple(members)
         self._addresses: dict[str, tuple[str, int]] = {}
         self.alive()
 
@@ -66,8 +66,7 @@ class RayView:
         if not node_ids:
             return ()
         found = survey(self._roots, answer_s=SURVEY_S, only=frozenset(node_ids))
-        verdicts = compare_nodes([*self._reference, *found], versions())
-        return [verdict.node for verdict in verdicts if verdict.usable and verdict.node.node_id in node_ids]
+        return [node for node in found if can_join(self._members, node, versions())]
 
 
 def _accepts(address: tuple[str, int]) -> bool:

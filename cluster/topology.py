@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DESCRIBED = "described"
 COMPARED_VERSIONS = ("python", "k3ray", "ray", "numpy", "numba")
@@ -149,6 +149,16 @@ def compare_nodes(nodes: Sequence[NodeFacts], versions: Mapping[str, str], with_
     reference = _reference(nodes) if with_model else None
     tape = _reference_tape(nodes)
     return [Verdict(node, tuple(_reasons(node, versions, with_model, reference, tape))) for node in nodes]
+
+
+def can_join(members: Sequence[NodeFacts], newcomer: NodeFacts, versions: Mapping[str, str]) -> bool:
+    """Whether a node can take over parts of a run: it has what the run's own nodes have, whatever more there is of it.
+
+    members: at least one, all alike. A newcomer's copies never decide which model is the right one.
+    """
+    first, *others = sorted(members, key=lambda node: not node.driver)
+    alike = [replace(first, driver=True), *others, replace(newcomer, driver=False)]
+    return compare_nodes(alike, versions)[-1].usable
 
 
 def _reasons(

@@ -180,5 +180,4 @@ def _homes(request: RunRequest, placed: Placed, runtime: RayRuntime, actors: Act
         placed.nodes,
         LayerCosts(request.checkpoint.config, placed.layout, placed.placement.positions),
     )
-    own = [node for node in placed.nodes if node.driver]
-    return LivingNodes(actors, run, RayView(runtime.address, request.cluster.roots, own))
+    return LivingNodes(actors, run, RayView(runtime.address, request.cluster.roots, placed.nodes))

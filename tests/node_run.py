@@ -79,7 +79,7 @@ def main(request: dict[str, Any]) -> int:
             names = {node.node_id: node.name for node in facts}
             say(where={str(one): names[str(actors.spec_of(one).node_id)] for one in all_actors(actors)})
             run = PlacedRun(placement, tuple(facts), LayerCosts(config, layout, positions))
-            homes = LivingNodes(actors, run, RayView(request["address"], roots, facts[:1]))
+            homes = LivingNodes(actors, run, RayView(request["address"], roots, facts))
             settings = RecoverySettings(**request.get("settings", {}))
             chain = RecoveringChain(Struck(actors, moments), settings, homes=homes)  # type: ignore[arg-type]
             began = time.monotonic()

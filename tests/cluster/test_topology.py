@@ -16,7 +16,7 @@ from k3ray.cluster.node_facts import Inquiry, layers_here, look, look_at_model, 
 from k3ray.cluster.node_survey import names_of, survey
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
 from k3ray.cluster.roots_file import Roots, RootsMap
-from k3ray.cluster.topology import ModelCopy, NodeFacts, TapeCopy, compare_nodes
+from k3ray.cluster.topology import ModelCopy, NodeFacts, TapeCopy, can_join, compare_nodes
 from k3ray.workers.actors import versions
 from k3ray.workers.checkpoint.index import open_index, open_names
 from tests.parts import TOP, cut_by_layers, part_of
@@ -75,6 +75,19 @@ def test_without_a_copy_at_the_driver_most_nodes_decide() -> None:
     assert compare_nodes([blind], VERSIONS, with_model=False)[0].usable
     silent = node("e", problem="did not answer in 2 s")
     assert reasons(node("a"), silent)[1] == ("did not answer in 2 s",)
+
+
+def test_a_newcomers_copies_never_decide_which_model_a_run_has() -> None:
+    """Also where the command's node has no part of the run: what moved there would compute with other weights."""
+    other = ModelCopy("/o", "f2", "d2", True, (0, 1, 2), True)
+    again = replace(other, path="/o2")
+    for members in ([node("b"), node("d")], [node("a"), node("b")], [node("b"), node("a")], [node("b")]):
+        assert can_join(members, node("c"), VERSIONS)
+        for stranger in (node("c", models=(other, again)), node("c", models=(other, again), driver=True)):
+            assert not can_join(members, stranger, VERSIONS)
+        assert not can_join(members, node("c", models=(COPY, other)), VERSIONS)
+        assert not can_join(members, node("c", problem="did not answer"), VERSIONS)
+        assert not can_join(members, node("c"), {**VERSIONS, "numpy": "0"})
 
 
 def test_a_whole_copy(k3b_dir: Path) -> None:

@@ -91,7 +91,7 @@ def test_what_a_plan_says_is_not_asked_for_again(k3b_dir: Path, tmp_path: Path) 
         opened.start(5)
     roots = tmp_path / "roots.toml"
     roots.write_text('[node.other]\nmodels = ["/m"]\n')
-    with open_model(k3b_dir, roots=roots) as opened, pytest.raises(TomlFailure, match=r"found other, expected .* this machine"):
+    with open_model(k3b_dir, roots=roots) as opened, pytest.raises(TomlFailure, match="found other, expected"):
         opened.start(5)
 
 
