@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from tests.ray_hosts import RayHosts
 
 settings.register_profile("k3ray", deadline=None)  # the machine may be busy; counts bound the work, not clocks
 settings.load_profile("k3ray")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell with &: programs under test would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 
