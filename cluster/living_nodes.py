@@ -13,13 +13,14 @@ from typing import Protocol
 
 from k3ray.cluster.actor_calls import ActorId, ActorLost, Actors, all_actors
 from k3ray.cluster.homes import NewSpecs, Spec
+from k3ray.cluster.placed_plan import model_on
 from k3ray.cluster.placement import Placement
 from k3ray.cluster.relocation import LostPart, Move, NoRoom, Room, relocate
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import ClusterWishes, make_seats
 from k3ray.cluster.topology import NodeFacts
 from k3ray.workers.expert_owners import ExpertOwners
-from k3ray.workers.specs import CheckpointSpec, StageSpec, TapeSpec
+from k3ray.workers.specs import StageSpec, TapeSpec
 
 HEAD_LOOK_S = 1.0
 HEAD_SILENT_S = 20.0  # a head that does not accept a connection for so long is lost
@@ -212,7 +213,7 @@ class LivingNodes:
         spec, facts = self._actors.spec_of(move.actor), self._facts[move.node_id]
         moved = replace(
             spec,
-            checkpoint=_on_node(spec.checkpoint, facts),
+            checkpoint=model_on(spec.checkpoint, facts),
             threads=move.threads,
             cores=facts.cores[: move.threads],
             cache_slots=None if spec.cache_slots is None and not move.slots else move.slots,
@@ -227,12 +228,6 @@ class LivingNodes:
         if folder is None or move.pinned_chunks is None:
             return replace(moved, tape=None)
         return replace(moved, tape=TapeSpec(folder, move.pinned_chunks, move.ring_chunks))
-
-
-def _on_node(checkpoint: CheckpointSpec, node: NodeFacts) -> CheckpointSpec:
-    """The model as a node has it."""
-    first, *others = (Path(copy.path) for copy in node.models if not copy.problem)
-    return replace(checkpoint, model_dir=first, mirrors=tuple(others), config_path=None, partial=True)
 
 
 def _tape(node: NodeFacts, chunk_bytes: int) -> Path | None:

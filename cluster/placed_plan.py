@@ -94,16 +94,16 @@ def placed_plan(placement: Placement, nodes: Sequence[NodeFacts], checkpoint: Ch
 
     stages, shards = [], []
     for stage in placement.stages:
-        where, tape = _on_node(checkpoint, nodes[stage.node]), _tape(stage, nodes[stage.node])
+        where, tape = model_on(checkpoint, nodes[stage.node]), _tape(stage, nodes[stage.node])
         stages.append(put(StageSpec(where, stage.first, stage.stop, stage.threads, stage.cores, tape), stage))
     for number, shard in enumerate(placement.shards):
-        where = _on_node(checkpoint, nodes[shard.node])
+        where = model_on(checkpoint, nodes[shard.node])
         shards.append(put(ShardSpec(where, number, len(placement.shards), shard.threads, shard.cores), shard))
     return Plan(tuple(stages), tuple(shards))
 
 
-def _on_node(checkpoint: CheckpointSpec, node: NodeFacts) -> CheckpointSpec:
-    """The model as a node has it."""
+def model_on(checkpoint: CheckpointSpec, node: NodeFacts) -> CheckpointSpec:
+    """The model as a node has it, in one folder or in parts in several."""
     first, *others = (Path(copy.path) for copy in node.models if not copy.problem)
     return replace(checkpoint, model_dir=first, mirrors=tuple(others), config_path=None, partial=True)
 

@@ -20,10 +20,9 @@ from k3ray.workers.actors import versions
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """All nodes, judged; described: where they were found."""
+    """All nodes, judged."""
 
     verdicts: tuple[Verdict, ...]
-    described: str
 
     @property
     def usable(self) -> list[NodeFacts]:
@@ -40,7 +39,7 @@ def find_nodes(
     say: Callable[[str], None],
 ) -> Nodes:
     """Ask every node, and compare. model_dir, tape: where every node has them that the roots file does not name.
-    say: hears who is waited for.
+    say: hears where they are found, and who is waited for.
 
     Raises TomlFailure or RayFailure.
     """
@@ -48,15 +47,13 @@ def find_nodes(
     roots = RootsMap((), here) if roots_file is None else read_roots(roots_file, here)
     address = chosen_address(environment.ray_address)
     if address is None:
-        facts, described = (
-            [look_here(roots, roots_file, environment.threads, measure)],
-            "this machine; no cluster is joined",
-        )
+        say("this machine; no cluster is joined")
+        facts = [look_here(roots, roots_file, environment.threads, measure)]
     else:
         with ray_runtime(RaySettings(address)) as runtime:
+            say(runtime.describe())
             facts = survey(roots, environment.threads, measure, say=say)
-            described = runtime.describe()
-    return Nodes(tuple(compare_nodes(facts, versions())), described)
+    return Nodes(tuple(compare_nodes(facts, versions())))
 
 
 def look_here(roots: RootsMap, path: Path | None, threads: int | None, measure: bool) -> NodeFacts:

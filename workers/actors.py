@@ -89,9 +89,8 @@ class LayerStageActor:
 
     def load(self, spec: StageSpec, shards: Sequence[Any]) -> ProcessReport:
         """Compile the kernels or take them from the cache, and load the stage; shards are actor handles."""
-        if spec.node_id is not None:  # on this host the driver watches it
+        if spec.node_id is not None:  # of a joined cluster: it may be on another host than the driver
             self._memory.watch()
-        if spec.node_id is not None:
             self._fence.begin()
         if self._parts is not None:
             self._parts.close()
@@ -196,9 +195,8 @@ class ExpertShardActor:
         ports: the first and the last at which it may listen for stages of other nodes; None: any.
         """
         self._ports = ports
-        if spec.node_id is not None:  # on this host the driver watches it
+        if spec.node_id is not None:  # of a joined cluster: it may be on another host than the driver
             self._memory.watch()
-        if spec.node_id is not None:
             self._fence.begin()
         if self._store is not None:
             self._store.close()

@@ -27,7 +27,6 @@ def run(model_dir: Path | None, tape: Path | None, roots: Path | None, measure: 
     if measure:
         say("measuring memory and disks of every node for about five seconds")
     nodes = find_nodes(environment, source.model_dir, tape, roots, measure, say)
-    say(nodes.described)
     if as_json:
         records = [{**asdict(one.node), "usable": one.usable, "reasons": one.reasons} for one in nodes.verdicts]
         print(json.dumps({"nodes": records}, indent=1))

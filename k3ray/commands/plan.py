@@ -133,7 +133,6 @@ def _nodes(
             raise PlacementFailure("--cluster describes machines that need not exist: leave out --roots and --measure")
         return read_cluster(cluster, config.num_hidden_layers)
     nodes = find_nodes(environment, model_dir, tape, roots, measure, say)
-    say(nodes.described)
     for one in nodes.verdicts:
         if not one.usable:
             say(f"{one.node.name}: left out: {'; '.join(one.reasons)}")
