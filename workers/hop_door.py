@@ -92,7 +92,10 @@ class HopDoor:
                 self._strangers[connection] = None
             for oldest in crowd:
                 wake(oldest)
-            threading.Thread(target=self._meet, args=(connection,), name="k3ray-hop", daemon=True).start()
+            try:
+                threading.Thread(target=self._meet, args=(connection,), name="k3ray-hop", daemon=True).start()
+            except RuntimeError:  # no thread to be had: the asker connects anew
+                self._part(connection)
 
     def _meet(self, connection: socket.socket) -> None:
         """One connection's life: proof, requests and answers, end."""
@@ -107,10 +110,13 @@ class HopDoor:
                 while (request := receive_frame(connection)) is not None and request.kind == REQUEST:
                     self._send(connection, self._answered(request))
         finally:
-            with self._lock:
-                self._strangers.pop(connection, None)
-                self._friends.discard(connection)
-            shut(connection)
+            self._part(connection)
+
+    def _part(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._friends.discard(connection)
+        shut(connection)
 
     def _answered(self, request: HopFrame) -> HopFrame:
         """Compute an answer; the time it took includes the wait for the requests of others."""

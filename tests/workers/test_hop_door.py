@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from k3ray.workers.hop_door import HopDoor
 from k3ray.workers.hop_frames import HEADER, REQUEST, HopFrame, send_frame
 from k3ray.workers.hop_link import HopCounts, ShardUnreachable
 from k3ray.workers.hop_secret import answer
-from tests.hop_ends import LOCAL, TCP, TCP6, address_of, ask, echo, link_to, opened_doors
+from tests.hop_ends import LOCAL, TCP, TCP6, address_of, ask, echo, link_to, opened_doors, within
 
 
 @pytest.fixture
@@ -161,4 +162,22 @@ def test_an_asker_that_goes_in_the_middle_of_a_frame_harms_nobody(doors: Callabl
         half.sendall(HEADER.pack(REQUEST, 1, 0, 100) + b"half")
     link = link_to(address)
     assert ask(link, b"x") == b"answer to x"
+    link.close()
+
+
+def test_a_process_out_of_threads_answers_when_it_has_one_again(
+    doors: Callable[..., HopDoor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The door's own thread must not end with the first connection that finds none."""
+    address, start, refused = doors().at(TCP), threading.Thread.start, list[str]()
+
+    def none_left(thread: threading.Thread) -> None:
+        if thread.name == "k3ray-hop" and len(refused) < 3:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    link = link_to(address)
+    assert within(10, lambda: ask(link, b"x")) == b"answer to x" and len(refused) == 3
     link.close()
