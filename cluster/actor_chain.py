@@ -14,6 +14,7 @@ import pyarrow as pa
 import ray
 
 from k3ray.cluster.actor_calls import ActorGone, ActorId, all_actors
+from k3ray.cluster.loading_watch import loaded_in_turn
 from k3ray.cluster.plan import Plan, with_spec
 from k3ray.cluster.ray_answers import answer_of
 from k3ray.cluster.ray_memory import await_started
@@ -88,17 +89,11 @@ class ActorChain:
         Another plan may be loaded into the same processes when it has no more stages and shards than they are.
         """
         self._loaded_plan = plan or self._plan
-        actors = [*(ActorId("shard", n) for n in range(self.num_shards))]
-        actors += [ActorId("stage", n) for n in range(self.num_stages)]
+        actors = all_actors(self)
         self._await_started(actors)
-        pending = {self._load(actor): actor for actor in actors}
-        waiting = list(pending)
-        while waiting:
-            done, waiting = ray.wait(waiting)
-            for ref in done:
-                part = self.part_of(pending[ref])
-                self.reports[part] = self.result(ref)
-                loaded(part)
+        for actor, report in loaded_in_turn(self, {actor: self._load(actor) for actor in actors}):
+            self.reports[self.part_of(actor)] = report
+            loaded(self.part_of(actor))
 
     def loaded_reports(self) -> list[tuple[ActorId, ProcessReport]]:
         """Return what each actor's load has answered."""
