@@ -12,7 +12,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -88,6 +88,7 @@ class Hub:
         """The headers of a request: with the token to the endpoint itself, without it anywhere else."""
         mine = _origin(url) == _origin(self.endpoint)
         token = self.token if mine and self.sends_token else None
+        _ask_nobody_else()
         headers = build_hf_headers(token=token or False, library_name="k3ray")
         return {**headers, "accept-encoding": "identity"}
 
@@ -137,6 +138,7 @@ class Hub:
 
     def _ask(self, what: str, question: Callable[[], Answer]) -> Answer:
         """Ask the library; its errors become ours, which never hold a request or its headers."""
+        _ask_nobody_else()
         try:
             return question()
         except GatedRepoError:
@@ -164,6 +166,11 @@ class Hub:
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # a page that is not the hub's JSON
             raise HubRefused(f"{what}: {self.host} answered with something else than a hub's metadata "
                              f"({type(error).__name__}); correct --endpoint") from None  # fmt: skip
+
+
+def _ask_nobody_else() -> None:
+    """Keep the library from asking huggingface.co, whatever the endpoint, what its telemetry should name."""
+    constants.HF_HUB_DISABLE_TELEMETRY = True
 
 
 def check_endpoint(text: str, said_by: str) -> str:

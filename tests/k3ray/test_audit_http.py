@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -220,7 +221,7 @@ def test_a_server_that_ignores_ranges_is_refused_before_its_body_is_read(server:
 def test_a_body_that_only_drips_is_given_up(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every byte comes before the line's own time is up, and a header would take a month."""
     clock = iter(range(0, 10**9, 20))  # seconds between two bytes
-    monkeypatch.setattr("k3ray.audit.http_files.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("k3ray.audit.http_files.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     drips = httpx.Response(206, stream=httpx.ByteStream(b"x" * 200))
     monkeypatch.setattr(drips, "iter_raw", lambda: iter([b"x"] * 200))
     with closing(HttpFiles(server.address)) as files, pytest.raises(Exception, match="2 bytes in 40 s"):

@@ -1,21 +1,25 @@
-"""The command as a process: killed and gone on with, two at once, Ctrl-C, and the token, which nothing shows."""
+"""The command, as a process where it is killed or interrupted, else in this one: two at once, and the token."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.downloads import assert_asks_for_nothing_proven, assert_exact, journalled, wanted
-from tests.local_hub import Asked, Fault, LocalHub, files_of, serving
+from k3ray.cli import main
+from k3ray.download import part_file
+from tests.downloads import BLOCK, SHARD, assert_asks_for_nothing_proven, assert_exact, journalled, wanted
+from tests.local_hub import Fault, LocalHub, files_of, serving
 
 TOKEN = "hf_ThisIsTheTokenThatNothingShows"
 PROGRAM = """
@@ -26,6 +30,7 @@ sys.argv[0] = "k3ray"
 from k3ray.cli import main
 main()
 """
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -34,95 +39,121 @@ def hub(k3b_dir: Path) -> Iterator[LocalHub]:
         yield hub
 
 
-def start(hub: LocalHub, directory: Path, *more: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def run(hub: LocalHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command here, for importing the program anew takes seconds: its exit code, output and messages."""
+    monkeypatch.setattr(part_file, "BLOCK_BYTES", BLOCK)
+    for name in [name for name in os.environ if name.startswith(("HF_", "K3_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+    def run(directory: Path, *more: str) -> tuple[int, str, str]:
+        arguments = ["k3ray", "download", str(directory), "--endpoint", hub.endpoint, *more]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as ending:
+            main()
+        said = capsys.readouterr()
+        return int(ending.value.code or 0), said.out, said.err
+
+    return run
+
+
+def start(hub: LocalHub, directory: Path, *more: str, **variables: str) -> subprocess.Popen[str]:
+    """Run the command in a process of its own, to be killed or interrupted."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "K3_"))}
     command = [sys.executable, "-c", PROGRAM, "download", str(directory), "--endpoint", hub.endpoint, *more]
     return subprocess.Popen(
         command,
-        env={**environment, "HF_TOKEN": TOKEN},
+        env={**environment, "HF_TOKEN": TOKEN, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def wait_until(hub: LocalHub, count: int) -> None:
-    """Until the hub has sent so many bytes of files."""
+def wait_until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+    """Until something has come about, as long as the process lives."""
     end = time.monotonic() + 240
-    while hub.num_sent < count:
-        assert time.monotonic() < end, "the hub was never asked"
-        time.sleep(0.01)
+    while not reached():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.005)
 
 
-def test_killed_and_gone_on_with_ends_in_an_exact_copy(hub: LocalHub, tmp_path: Path) -> None:
-    """kill -9 in the middle, three times, at seeded bytes; nothing that was journalled is asked for again."""
+def test_killed_and_gone_on_with_ends_in_an_exact_copy(hub: LocalHub, tmp_path: Path, run: Run) -> None:
+    """kill -9 in the middle of a shard, twice, at seeded bytes; nothing that was journalled is asked for again."""
     chance = random.Random(5)
     check = hub.before = assert_asks_for_nothing_proven(tmp_path)
-    hub.bytes_per_s = 6e6
-    for _ in range(3):
+    for _ in range(2):
+        at = chance.randrange(400_000, 1_000_000)
+        hub.faults = lambda asked, at=at: Fault("stall", at, seconds=60.0) if asked.name == SHARD else None  # type: ignore[misc]
+        sent = sum(asked.sent for asked in hub.asked if asked.name == SHARD)
         process = start(hub, tmp_path, "--workers", "2")
-        wait_until(hub, hub.num_sent + chance.randrange(400_000, 1_200_000))
-        process.send_signal(signal.SIGKILL)
+        wait_until(process, lambda: sum(a.sent for a in hub.asked if a.name == SHARD) >= sent + at)  # noqa: B023
+        process.kill()
         process.communicate()
-    assert any(journalled(tmp_path, name) for name in wanted(hub))
-    process = start(hub, tmp_path)
-    out, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
+    assert journalled(tmp_path, SHARD)
+    hub.faults = lambda asked: None
+    code, out, errors = run(tmp_path)
+    assert code == 0, errors
     assert_exact(hub, tmp_path)
     assert check.failures == []  # type: ignore[attr-defined]
     assert "all of it is in" in errors and "pass" in out
 
 
-def test_two_at_once_and_control_c(hub: LocalHub, tmp_path: Path) -> None:
+def test_two_at_once_and_control_c(hub: LocalHub, tmp_path: Path, run: Run) -> None:
     """The second is refused; Ctrl-C ends the first with 130, keeps every byte that came, and the third goes on."""
     at = 777_777
-    shard = "model-00002-of-000005.safetensors"
     silent = [Fault("stall", at, seconds=60.0)]
-    hub.faults = lambda asked: silent.pop() if asked.name == shard and silent else None
+    hub.faults = lambda asked: silent.pop() if asked.name == SHARD and silent else None
     first = start(hub, tmp_path)
-    wait_until(hub, sum(len(hub.files[name]) for name in wanted(hub)) - len(hub.files[shard]) + at)
-    second = start(hub, tmp_path)
-    _, refused = second.communicate(timeout=240)
-    assert second.returncode == 2
-    assert "another k3ray download is at work in this folder" in refused and "Traceback" not in refused
+    others = sum(len(hub.files[name]) for name in wanted(hub)) - len(hub.files[SHARD])
+    wait_until(first, lambda: hub.num_sent >= others + at)
+    code, _, refused = run(tmp_path)
+    assert code == 2
+    assert "another k3ray download is at work in this folder" in refused
     first.send_signal(signal.SIGINT)
     _, errors = first.communicate(timeout=240)
     assert first.returncode == 130
     assert "every byte that arrived is kept; the same command goes on" in errors and "Traceback" not in errors
-    assert sum(end - begin for begin, end in journalled(tmp_path, shard)) == at
-    third = start(hub, tmp_path, "--json")
-    out, errors = third.communicate(timeout=240)
-    assert third.returncode == 0, errors
+    assert sum(end - begin for begin, end in journalled(tmp_path, SHARD)) == at
+    code, out, errors = run(tmp_path, "--json")
+    assert code == 0, errors
     summary = json.loads(out)
-    assert (summary["fetched_bytes"], summary["verified"]) == (len(hub.files[shard]) - at, True)
+    assert (summary["fetched_bytes"], summary["verified"]) == (len(hub.files[SHARD]) - at, True)
     assert_exact(hub, tmp_path)
 
 
-def test_the_token_goes_to_the_endpoint_and_is_nowhere_else(hub: LocalHub, tmp_path: Path) -> None:
-    """Not to the host of a redirect, not in any output or file; nor is a signed address."""
+def test_the_token_goes_to_the_endpoint_and_is_nowhere_else(
+    hub: LocalHub, tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not to the host of a redirect, not in any output or file, even with every log on; nor is a signed address."""
     hub.faults = lambda asked: Fault("status", status=503) if len(hub.asked) % 2 else Fault("cut", 50_000)
-    process = start(hub, tmp_path / "one", "--stall-timeout", "1")
-    wait_until(hub, 100_000)
+    process = start(hub, tmp_path / "one", "--stall-timeout", "1", HF_DEBUG="1")
+    wait_until(process, lambda: hub.num_sent >= 50_000)
     process.send_signal(signal.SIGINT)
-    failed = process.communicate(timeout=240)
+    failed = "".join(process.communicate(timeout=240))
     hub.faults = lambda asked: None
-    done = start(hub, tmp_path / "one").communicate(timeout=240)
+    caplog.set_level(logging.DEBUG)
+    done = "".join(run(tmp_path / "one")[1:])
     hub.refuse = lambda path, headers: (401, {}) if "resolve" in path else None
-    refused = start(hub, tmp_path / "two").communicate(timeout=240)
-    assert "401" in refused[1] and "set HF_TOKEN" in refused[1]
+    code, _, refused = run(tmp_path / "two")
+    assert code == 2 and "401" in refused and "set HF_TOKEN" in refused
     assert any(headers.get("authorization") == f"Bearer {TOKEN}" for _, _, headers in hub.api)
     assert hub.asked and all("authorization" not in asked.headers for asked in hub.asked)
-    shown = "".join(text for outputs in (failed, done, refused) for text in outputs)
-    assert TOKEN not in shown and "secret-of-the-store" not in shown and "Traceback" not in shown
+    shown = failed + done + refused
+    assert TOKEN not in shown
+    assert TOKEN not in caplog.text
+    assert "secret-of-the-store" not in shown
+    assert "Traceback" not in shown
     for path in tmp_path.rglob("*"):
         if path.is_file():
             assert TOKEN.encode() not in path.read_bytes() and b"secret-of-the-store" not in path.read_bytes()
 
 
-def test_part_of_the_layers(hub: LocalHub, tmp_path: Path) -> None:
-    process = start(hub, tmp_path, "--layers", "8")
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
+def test_part_of_the_layers(hub: LocalHub, tmp_path: Path, run: Run) -> None:
+    code, _, errors = run(tmp_path, "--layers", "8")
+    assert code == 0, errors
     assert "complete layers: 8;" in errors or "complete layers: 6-8" in errors
     assert "k3ray download" in errors.splitlines()[-1]
     fetched = {asked.name for asked in hub.asked if asked.name.endswith(".safetensors")}
@@ -144,18 +175,23 @@ def test_part_of_the_layers(hub: LocalHub, tmp_path: Path) -> None:
         (["--stall-timeout", "0"], "expected 1 to 3600"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(hub: LocalHub, tmp_path: Path, arguments: list[str], message: str) -> None:
-    process = start(hub, tmp_path, *arguments)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 2
-    assert message in errors and "Traceback" not in errors
+def test_what_cannot_be_meant_is_refused(
+    hub: LocalHub, tmp_path: Path, run: Run, arguments: list[str], message: str
+) -> None:
+    code, _, errors = run(tmp_path, *arguments)
+    assert code == 2
+    assert message in errors
     assert not [asked for asked in hub.asked if asked.name.endswith(".safetensors")]
 
 
-def test_a_slow_server_is_not_a_silent_one(hub: LocalHub, tmp_path: Path) -> None:
-    hub.bytes_per_s = 300_000.0  # the shard takes longer than the time allowed for silence
-    process = start(hub, tmp_path, "--layers", "8", "--stall-timeout", "3")
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    asked: list[Asked] = [asked for asked in hub.asked if asked.name.endswith(".safetensors")]
-    assert len(asked) == len({one.name for one in asked})
+def test_a_slow_server_is_not_a_silent_one(
+    hub: LocalHub, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every piece takes two thirds of the time allowed for silence, so the whole takes a multiple of it."""
+    clock = iter(range(0, 10**9, 20))
+    monkeypatch.setattr("k3ray.download.stream.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    code, _, errors = run(tmp_path, "--layers", "8", "--workers", "1")
+    assert code == 0, errors
+    assert next(clock) > 10 * 30
+    asked = [asked.name for asked in hub.asked if asked.name.endswith(".safetensors")]
+    assert len(asked) == len(set(asked))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from k3ray.audit.http_files import HttpFiles
 from k3ray.download import record as record_file
@@ -16,6 +18,7 @@ from k3ray.download.hub import Hub, Listing
 from k3ray.download.revision import DownloadFailed
 from k3ray.download.selection import SelectionError, all_shards, map_shards
 from k3ray.download.workplace import DownloadBusy, NoSpace
+from k3ray.files import write_file
 from k3ray.http_client import ConnectionSettingsFailure
 from k3ray.workers.checkpoint.index_file import read_index_file
 from tests.downloads import SHARD, assert_exact, fetch
@@ -80,15 +83,15 @@ def test_a_disk_that_is_full_when_the_note_is_written(
     hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """At the beginning, and after a file: told as a full disk, and the next download goes on."""
-    real, count = record_file.write_file, [0]
+    real, count = write_file, [0]
 
-    def write_file(path: Path, contents: bytes) -> None:
+    def filling(path: Path, contents: bytes) -> None:
         count[0] += 1
         if count[0] >= at:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(path, contents)
 
-    monkeypatch.setattr(record_file, "write_file", write_file)
+    monkeypatch.setattr(record_file, "write_file", filling)
     with pytest.raises(NoSpace, match=r"No space left on device.*free some space"):
         fetch(hub, tmp_path)
     monkeypatch.setattr(record_file, "write_file", real)
@@ -141,9 +144,27 @@ def test_parts_on_another_disk_are_refused(hub: LocalHub, tmp_path: Path) -> Non
 def test_an_index_of_very_many_shards_is_read_and_refused_in_time(tmp_path: Path) -> None:
     """The work grows with the tensors, not with their square: it would take an hour."""
     path = tmp_path / "model.safetensors.index.json"
-    shards = {f"model.layers.{number % 90}.x{number}": f"s{number}.safetensors" for number in range(200_000)}
+    shards = {f"model.layers.{number % 90}.x{number}": f"s{number}.safetensors" for number in range(60_000)}
     path.write_text(json.dumps({"weight_map": shards}))
     shard_map = map_shards(read_index_file(path))
-    assert len(shard_map.shards) == 200_000 and len(shard_map.by_layer) == 90
-    with pytest.raises(SelectionError, match="names 200000 shards, 200000 of which the repository does not have"):
+    assert len(shard_map.shards) == 60_000 and len(shard_map.by_layer) == 90
+    with pytest.raises(SelectionError, match="names 60000 shards, 60000 of which the repository does not have"):
         all_shards(Listing("a/b", "c", {}), shard_map)
+
+
+def test_nobody_is_asked_but_the_endpoint_and_its_store(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would ask huggingface.co for a list once a day, whatever the endpoint is."""
+    real, hosts = socket.getaddrinfo, []
+
+    def getaddrinfo(host: str, *more: object, **named: object) -> object:
+        hosts.append(host)
+        return real(host, *more, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "none.json"))
+    monkeypatch.setattr("huggingface_hub.utils._detect_agent._registry", None)
+    fetch(hub, tmp_path / "model", tokenizer_only=True)
+    assert set(hosts) == {"127.0.0.1", "localhost"}
