@@ -80,6 +80,8 @@ def digest_of_names(names: Iterable[str]) -> str:
 
 def explain_strays(proofs: list[ShardProof], index: IndexFile) -> list[Problem]:
     """How shards differ from the index file; a shard that holds another one's tensors is told as such."""
+    if not any(proof.astray for proof in proofs):
+        return []
     owners: dict[str, str] = {}
     for shard in index.shard_names:
         owners.setdefault(digest_of_names(index.names_in(shard).to_pylist()), shard)

@@ -22,7 +22,7 @@ from k3ray.download.patience import Patience
 from k3ray.download.record import FOLDER
 from k3ray.download.verdict import FAIL, PASS, UNCHECKED, Verdict
 from k3ray.download.verification import verify
-from tests.local_hub import LocalHub, serving
+from tests.local_hub import LocalHub, files_of, serving
 
 ONE, TWO, THREE, FOUR, FIVE = (f"model-0000{number}-of-000005.safetensors" for number in range(1, 6))
 BLOCK = 1 << 17
@@ -35,23 +35,28 @@ def model(k3b_dir: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub(k3b_dir: Path) -> Iterator[LocalHub]:
-    with serving(
-        LocalHub({path.name: path.read_bytes() for path in k3b_dir.iterdir() if path.suffix != ".npz"})
-    ) as hub:
+def hub(k3b_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    monkeypatch.setattr(part_file, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with serving(LocalHub(files_of(k3b_dir))) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         yield hub
 
 
-@pytest.fixture
-def downloaded(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The golden checkpoint as a download leaves it."""
-    monkeypatch.setattr(part_file, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    wish = Wish(tmp_path / "model")
-    download(wish, Hub(hub.endpoint), Patience(), lambda _: None, lambda _: None)
+@pytest.fixture(scope="module")
+def download_of_k3b(k3b_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden checkpoint as a download leaves it, to be copied with its times of change."""
+    wish = Wish(tmp_path_factory.mktemp("downloaded") / "model")
+    with pytest.MonkeyPatch.context() as monkeypatch, serving(LocalHub(files_of(k3b_dir))) as hub:
+        monkeypatch.setattr(part_file, "BLOCK_BYTES", BLOCK)
+        download(wish, Hub(hub.endpoint), Patience(), lambda _: None, lambda _: None)
     return wish.directory
+
+
+@pytest.fixture
+def downloaded(download_of_k3b: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(download_of_k3b, tmp_path / "model"))
 
 
 def prove(directory: Path, deep: bool = False) -> Verdict:
