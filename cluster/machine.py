@@ -170,3 +170,15 @@ def _table(path: Path) -> dict[str, int]:
     """Lines of `name value` or `name: value kB` as a table of numbers."""
     rows = (line.replace(":", " ").split() for line in _text(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+def is_in_memory(folder: Path, root: Path = ROOT) -> bool:
+    """Whether what is written to a folder is kept in memory (tmpfs, ramfs), by the mount that it is on."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    kinds = (line.partition(" - ")[2].split()[:1] for line in lines if line.split()[2:3] == [number])
+    return any(kind in (["tmpfs"], ["ramfs"]) for kind in kinds)

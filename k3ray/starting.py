@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from k3ray.cluster.actor_calls import ActorId, all_actors
 from k3ray.cluster.actor_chain import ActorChain
-from k3ray.cluster.budget_plan import BudgetPlan
+from k3ray.cluster.budget_plan import BudgetPlan, gigabytes
 from k3ray.cluster.living_nodes import LivingNodes, PlacedRun
+from k3ray.cluster.machine import is_in_memory
+from k3ray.cluster.memory_parts import state_bytes
 from k3ray.cluster.placed_budget import PlacedBudget
 from k3ray.cluster.plan import Plan
 from k3ray.cluster.processes import ProcessMemory
@@ -32,6 +36,7 @@ from k3ray.workers.message_counts import MessageCounts
 from k3ray.workers.specs import part_name
 
 Say = Callable[[str], None]
+SMALL_BYTES = 100_000_000  # of temporary files, not worth a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,8 @@ def start_run(request: RunRequest, positions: int, running: ExitStack, say: Say)
             plan = declared_on(runtime.node_id, plan, own)
         budget = own
     say(budget.describe())
+    for line in kept_in_memory(request, positions):
+        say(line)
     if runtime is None:
         runtime = _connect(request, plan.num_processes, running, say)
     memory, actors, watch = _start(plan, runtime, placed, running, say)
@@ -144,6 +151,21 @@ def start_run(request: RunRequest, positions: int, running: ExitStack, say: Say)
 
     chain = RecoveringChain(actors, request.recovery, replaced, homes)
     return Run(plan, budget, placed, runtime, memory, actors, chain, homes)
+
+
+def kept_in_memory(request: RunRequest, positions: int) -> Iterator[str]:
+    """A line where what is kept for a recovery takes memory that no plan counts, as temporary files do on some systems.
+
+    The state of one sequence of `positions`, twice while a new snapshot arrives, and the messages since.
+    """
+    config, folder = request.checkpoint.config, Path(tempfile.gettempdir())
+    state = state_bytes(config, range(config.num_hidden_layers), positions)
+    nbytes = request.recovery.log_bytes + (2 * state if request.recovery.snapshot_every else 0)
+    if nbytes > SMALL_BYTES and is_in_memory(folder):
+        yield (
+            f"{folder} is in memory, and up to {gigabytes(nbytes)} of snapshots and messages that are kept there are "
+            "not in the plan: name a folder on a disk in TMPDIR"
+        )
 
 
 def _connect(request: RunRequest, workers: int, running: ExitStack, say: Say) -> RayRuntime:

@@ -216,3 +216,14 @@ def test_this_host() -> None:
     limits = machine.memory_limits()
     assert 0 < limits.available_bytes <= limits.machine_bytes
     assert 1 <= machine.default_threads() <= len(machine.physical_cores()) <= len(machine.affinity())
+
+
+def test_a_folder_that_is_in_memory_is_known(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    here = f"31 23 {os.major(device)}:{os.minor(device)} / /somewhere rw,nosuid shared:7 - %s none rw\n"
+    other = "32 23 250:99 / /elsewhere rw - tmpfs none rw\n\n"
+    for kind, expected in (("tmpfs", True), ("ramfs", True), ("ext4", False), ("tmpfs2", False)):
+        root = tree(tmp_path / kind, {"proc/self/mountinfo": other + here % kind})
+        assert machine.is_in_memory(tmp_path, root) is expected
+    assert not machine.is_in_memory(tmp_path, tmp_path / "nothing")
+    assert machine.is_in_memory(Path("/dev/shm"))
