@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import ssl
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
+import pytest
+
+from k3ray.download import part_file
 from k3ray.download.counts import Reached
 from k3ray.download.download import Summary, Wish, download
 from k3ray.download.hub import Hub
@@ -17,6 +23,22 @@ QUICK = Patience(attempts=4, first_wait_s=0.001, longest_wait_s=0.004, stall_s=1
 BLOCK = 1 << 17
 SHARD = "model-00002-of-000005.safetensors"
 Extent = tuple[int, int]
+
+
+@lru_cache(maxsize=4)
+def _tls_context(*settings: object) -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks, so that small files have several, and nothing that takes time and is not what is tested.
+
+    No power is cut here, so nothing is flushed to the disk; certificates, of which the loopback has none, are read
+    once.
+    """
+    monkeypatch.setattr(part_file, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr("httpx._transports.default.create_ssl_context", lambda verify, cert, trust_env: _tls_context())
 
 
 def nothing(_: object) -> None:

@@ -17,8 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from k3ray.cli import main
-from k3ray.download import part_file
-from tests.downloads import BLOCK, SHARD, assert_asks_for_nothing_proven, assert_exact, journalled, wanted
+from tests.downloads import SHARD, assert_asks_for_nothing_proven, assert_exact, journalled, quicken, wanted
 from tests.local_hub import Fault, LocalHub, files_of, serving
 
 TOKEN = "hf_ThisIsTheTokenThatNothingShows"
@@ -42,7 +41,7 @@ def hub(k3b_dir: Path) -> Iterator[LocalHub]:
 @pytest.fixture
 def run(hub: LocalHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run the command here, for importing the program anew takes seconds: its exit code, output and messages."""
-    monkeypatch.setattr(part_file, "BLOCK_BYTES", BLOCK)
+    quicken(monkeypatch)
     for name in [name for name in os.environ if name.startswith(("HF_", "K3_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,19 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from k3ray.download import part_file
 from k3ray.download.counts import Counts, Reached
 from k3ray.download.file_fetch import WHOLE_ATTEMPTS
 from k3ray.download.patience import Patience
 from k3ray.download.revision import DownloadFailed
 from tests.downloads import (
-    BLOCK,
     QUICK,
     SHARD,
     assert_asks_for_nothing_proven,
     assert_exact,
     fetch,
     journalled,
+    quicken,
     total_journalled,
     wanted,
 )
@@ -31,8 +29,7 @@ from tests.local_hub import Asked, Fault, LocalHub, files_of, serving
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_file, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is cut here, and a test makes thousands
+    quicken(monkeypatch)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from tests.downloads import (
     assert_asks_for_nothing_proven,
     assert_exact,
     fetch,
+    quicken,
     wanted,
 )
 from tests.local_hub import LocalHub, files_of, serving
@@ -25,8 +26,7 @@ from tests.local_hub import LocalHub, files_of, serving
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_file, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is cut here, and a test makes thousands
+    quicken(monkeypatch)
 
 
 @pytest.fixture

@@ -15,17 +15,17 @@ import pytest
 
 from k3ray.commands import download as download_command
 from k3ray.commands import verify as command
-from k3ray.download import part_file, release
+from k3ray.download import release
 from k3ray.download.download import Wish, download
 from k3ray.download.hub import Hub
 from k3ray.download.patience import Patience
 from k3ray.download.record import FOLDER
 from k3ray.download.verdict import FAIL, PASS, UNCHECKED, Verdict
 from k3ray.download.verification import verify
+from tests.downloads import BLOCK, quicken
 from tests.local_hub import LocalHub, files_of, serving
 
 ONE, TWO, THREE, FOUR, FIVE = (f"model-0000{number}-of-000005.safetensors" for number in range(1, 6))
-BLOCK = 1 << 17
 
 
 @pytest.fixture
@@ -36,8 +36,7 @@ def model(k3b_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(k3b_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    monkeypatch.setattr(part_file, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    quicken(monkeypatch)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with serving(LocalHub(files_of(k3b_dir))) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
@@ -49,7 +48,7 @@ def download_of_k3b(k3b_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The golden checkpoint as a download leaves it, to be copied with its times of change."""
     wish = Wish(tmp_path_factory.mktemp("downloaded") / "model")
     with pytest.MonkeyPatch.context() as monkeypatch, serving(LocalHub(files_of(k3b_dir))) as hub:
-        monkeypatch.setattr(part_file, "BLOCK_BYTES", BLOCK)
+        quicken(monkeypatch)
         download(wish, Hub(hub.endpoint), Patience(), lambda _: None, lambda _: None)
     return wish.directory
 
