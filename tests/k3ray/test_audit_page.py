@@ -209,9 +209,10 @@ def test_both_widths_and_themes(opened: Browser, page_folder: Path, width: int, 
         turn_to(opened, view)
         assert opened.overflow() == 0
         assert opened.low_contrast() == []
-        picture = page_folder / f"{view}-{width}-{theme}.png"
-        opened.screenshot(picture)
-        assert picture.stat().st_size > 30_000
+        if (theme == "dark") == (width == 390):  # each width and each theme once
+            picture = page_folder / f"{view}-{width}-{theme}.png"
+            opened.screenshot(picture)
+            assert picture.stat().st_size > 30_000
     dark = opened.run("return getComputedStyle(document.documentElement).backgroundColor") == "rgb(16, 21, 26)"
     assert dark == (theme == "dark")
     boxes = "return [...document.querySelectorAll('.scroller')].map((box) => box.scrollWidth - box.clientWidth)"
