@@ -57,7 +57,7 @@ def verify(
     deep: Annotated[bool, typer.Option("--deep", help="Read every file and compare its checksum.")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Fetch exactly what is wrong again.")] = False,
     scales: Annotated[
-        bool, typer.Option(help="Look for NaN in the scales: 5.6 % of the bytes are read, 85 GB of the release.")
+        bool, typer.Option(help="Look for NaN in the scales: 5.5 % of the bytes are read, 85 GB of the release.")
     ] = True,
     endpoint: Endpoint = None,
     json: Json = False,

@@ -32,7 +32,7 @@ Look = Callable[[int, int], None]
 def verify(directory: Path, deep: bool, listing: Listing | None, look: Look, scales: bool = True) -> Verdict:
     """Prove the folder; raises CheckpointError only where it cannot be looked at at all.
 
-    look: told (bytes read, bytes to read); scales: whether they are read for NaN, 5.6 % of the released bytes.
+    look: told (bytes read, bytes to read); scales: whether they are read for NaN, 5.5 % of the released bytes.
     """
     workplace = Workplace(directory.resolve())
     here = _shards_here(workplace.directory)
