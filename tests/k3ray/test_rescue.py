@@ -104,6 +104,7 @@ def test_a_shard_that_no_stage_reaches_costs_no_sequence_either(
     """It ends with exit code 3 as any loss for good does, and a sequence is saved with that."""
     folder = tmp_path / "state" / "k3ray"
     state = ended(place, k3b_dir, Unreachable, [], ShardUnreachable, rescue=folder)
+    assert folder.is_dir(), "nothing was saved"
     (path,) = folder.iterdir()
     check(place, path, expected, open_state(path).document.num_committed)
     assert open_state(path).document.num_committed and f"--load-state {path}" in state.saved
