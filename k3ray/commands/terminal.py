@@ -20,6 +20,21 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def start_bar() -> Any:
+    """A running bar of bytes, their rate and the time left, of rich; None where standard error is no terminal."""
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True, speed_estimate_period=60)
+    bar.start()
+    return bar
+
+
 class Progress:
     """How far a long piece of work is, in bytes."""
 
@@ -31,14 +46,8 @@ class Progress:
         self._said_done = 0
 
     def __enter__(self) -> Progress:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-            from rich.progress import Progress as Bar
-
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-            self._bar.start()
+        self._bar = start_bar()
+        if self._bar is not None:
             self._task = self._bar.add_task(self._doing)
         return self
 

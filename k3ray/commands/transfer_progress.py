@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from types import TracebackType
 from typing import Any
 
 from k3ray.amounts import decimal_size, duration
-from k3ray.commands.terminal import SECONDS_BETWEEN_LINES, say
+from k3ray.commands.terminal import SECONDS_BETWEEN_LINES, say, start_bar
 from k3ray.download.counts import Reached
 
 
@@ -34,15 +33,7 @@ class TransferProgress:
         self._said_fetched = 0
 
     def __enter__(self) -> TransferProgress:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-            from rich.progress import Progress as Bar
-
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            console = Console(stderr=True)
-            self._bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True, speed_estimate_period=60)
-            self._bar.start()
+        self._bar = start_bar()
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""Fixtures of the audit page's tests: one browser and one page for all of them."""
+"""Fixtures of the audit page's tests (one browser and one page for all of them), and the hub that downloads ask."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from k3ray.audit.snapshot import Snapshot
 from tests.audit_pages import assert_silent, forget, write_page
 from tests.audit_sample import released_sample
 from tests.browser import Browser, headless_browser
+from tests.local_hub import LocalHub, files_of, serving
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +48,10 @@ def opened(browser: Browser, page_address: str) -> Iterator[Browser]:
     browser.open(page_address)
     yield browser
     assert_silent(browser, page_address)
+
+
+@pytest.fixture
+def hub(k3b_dir: Path) -> Iterator[LocalHub]:
+    """The golden checkpoint, as a repository of a hub on the loopback."""
+    with serving(LocalHub(files_of(k3b_dir))) as hub:
+        yield hub

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,19 +23,12 @@ from tests.downloads import (
     total_journalled,
     wanted,
 )
-from tests.local_hub import Asked, Fault, LocalHub, files_of, serving
+from tests.local_hub import Asked, Fault, LocalHub
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch)
-
-
-@pytest.fixture
-def hub(k3b_dir: Path) -> Iterator[LocalHub]:
-    """The golden checkpoint, as a repository."""
-    with serving(LocalHub(files_of(k3b_dir))) as hub:
-        yield hub
 
 
 KINDS = (

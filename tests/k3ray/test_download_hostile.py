@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,12 @@ from k3ray.files import write_file
 from k3ray.http_client import ConnectionSettingsFailure
 from k3ray.workers.checkpoint.index_file import read_index_file
 from tests.downloads import SHARD, assert_exact, fetch
-from tests.local_hub import Fault, LocalHub, files_of, serving
+from tests.local_hub import Fault, LocalHub
 
 
-@pytest.fixture
-def hub(k3b_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    with serving(LocalHub(files_of(k3b_dir))) as hub:
-        yield hub
 
 
 @pytest.mark.parametrize(

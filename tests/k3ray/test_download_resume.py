@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,19 +20,12 @@ from tests.downloads import (
     quicken,
     wanted,
 )
-from tests.local_hub import LocalHub, files_of, serving
+from tests.local_hub import LocalHub
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch)
-
-
-@pytest.fixture
-def hub(k3b_dir: Path) -> Iterator[LocalHub]:
-    """The golden checkpoint, as a repository."""
-    with serving(LocalHub(files_of(k3b_dir))) as hub:
-        yield hub
 
 
 def test_finished_shards_are_not_touched_and_a_changed_one_is_fetched_block_by_block(
