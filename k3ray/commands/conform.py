@@ -89,6 +89,10 @@ def run(request: ConformRequest) -> None:
         _save(request.save_inputs, conformance)
     if request.as_json:
         print(json.dumps(as_json(reports, about), indent=1))
+    usual = TOLERANCES[request.precision].layer
+    if tolerances.layer > usual:
+        say(f"--tolerance {tolerances.layer:g} is {tolerances.layer / usual:.0f} times the usual {usual:g}: what is "
+            "smaller than that was not found")  # fmt: skip
     say(conclusion(reports))
     if not all(report.passed for report in reports):
         say("trust no text of this build and checkpoint; the first array beyond its tolerance is where to look"

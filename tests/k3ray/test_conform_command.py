@@ -184,6 +184,13 @@ def test_a_recording_that_would_prove_nothing_is_refused(
         Recording(tmp_path / "inputs.npz", own.config, own.embed).layer(0)
 
 
+def test_a_tolerance_that_hides_mistakes_is_said(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(request(model_dir, layers=(KDA_DENSE,), tolerance=0.3))
+    assert "--tolerance 0.3 is 100000 times the usual 3e-06" in capsys.readouterr().err
+    run(request(model_dir, layers=(KDA_DENSE,)))
+    assert "times the usual" not in capsys.readouterr().err
+
+
 def test_without_torch_one_message_says_what_to_install(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ReferenceFailure, match=r"pip install 'k3ray\[reference\]'") as refused:
