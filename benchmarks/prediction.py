@@ -177,6 +177,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=None, help="default: benchmarks/results/<machine>-prediction.csv")
     asked = parser.parse_args()
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="prediction-"))
+    folder.mkdir(parents=True, exist_ok=True)
     rows, wrong = [], []
     try:
         for setup in (one for one in SETUPS if asked.only in one.name):
