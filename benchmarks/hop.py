@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -198,6 +199,12 @@ def _measured(
         graph.close()
 
 
+def semaphores() -> set[Path]:
+    """Those of processes that are gone: Ray's compiled graphs leave theirs in /dev/shm."""
+    named = ((re.fullmatch(r"sem\.(?:obj|hdr)(\d+)-\d+", path.name), path) for path in Path("/dev/shm").glob("sem.*"))
+    return {path for found, path in named if found and not Path(f"/proc/{found[1]}").exists()}
+
+
 def main() -> None:
     """Measure, print, append."""
     parser = argparse.ArgumentParser(prog="benchmarks.hop", description=__doc__)
@@ -213,7 +220,12 @@ def main() -> None:
     path = arguments.csv or RESULTS / f"{arguments.machine}-hop.csv"
     for place in arguments.places:
         load = os.getloadavg()[0]
-        records = {"one": on_one_host, "two": between_hosts}[place](arguments.rounds)
+        before = semaphores()
+        try:
+            records = {"one": on_one_host, "two": between_hosts}[place](arguments.rounds)
+        finally:
+            for left in semaphores() - before:
+                left.unlink(missing_ok=True)
         append_records(path, arguments.machine, [{"load": round(load, 2), **record} for record in records])
         print(f"added {len(records)} rows to {path}")
 
