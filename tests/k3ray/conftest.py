@@ -1,4 +1,4 @@
-"""Fixtures of the audit page's tests (one browser and one page for all of them), and the hub that downloads ask."""
+"""Fixtures of several test files: the audit page's browser, the hub that downloads ask, and what conform compares."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from k3ray.audit.snapshot import Snapshot
+from k3ray.conform_own import OwnModel
+from k3ray.conform_reference import Reference
 from tests.audit_pages import assert_silent, forget, write_page
 from tests.audit_sample import released_sample
 from tests.browser import Browser, headless_browser
+from tests.conforming import ALL_KINDS, reference_of
 from tests.local_hub import LocalHub, files_of, serving
+from tests.tapes import synthetic_model
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +59,28 @@ def hub(k3b_dir: Path) -> Iterator[LocalHub]:
     """The golden checkpoint, as a repository of a hub on the loopback."""
     with serving(LocalHub(files_of(k3b_dir))) as hub:
         yield hub
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the variables that k3ray reads."""
+    for name in ("K3_MODEL_DIR", "K3_TOK_FILES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synthetic checkpoint with every kind of layer."""
+    return synthetic_model(tmp_path_factory.mktemp("conform") / "model", ALL_KINDS)
+
+
+@pytest.fixture(scope="module")
+def own(model_dir: Path) -> OwnModel:
+    """It as k3ray runs it."""
+    return OwnModel(model_dir, None, 2)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Reference:
+    """It as PyTorch runs it."""
+    return reference_of(model_dir)

@@ -15,7 +15,6 @@ from k3ray.conform_own import OwnModel
 from k3ray.conform_reference import Reference
 from k3ray.conform_report import conclusion, log_lines
 from tests.conforming import (
-    ALL_KINDS,
     KDA_DENSE,
     KDA_MOE,
     LAST,
@@ -27,30 +26,11 @@ from tests.conforming import (
     torch_part,
 )
 from tests.goldens import read_golden
-from tests.tapes import synthetic_model
 
 pytest.importorskip("torch", reason="the reference is a PyTorch model: pip install 'k3ray[reference]'")
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("K3_MODEL_DIR", "K3_TOK_FILES", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synthetic_model(tmp_path_factory.mktemp("conform") / "model", ALL_KINDS)
-
-
-@pytest.fixture(scope="module")
-def own(model_dir: Path) -> OwnModel:
-    return OwnModel(model_dir, None, 2)
-
-
-@pytest.fixture(scope="module")
-def reference(model_dir: Path) -> Reference:
-    return reference_of(model_dir)
+pytestmark = pytest.mark.usefixtures("bare_environment")
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])

@@ -29,30 +29,11 @@ from tests.conforming import (
     reports_of,
     torch_part,
 )
-from tests.tapes import synthetic_model
 
 pytest.importorskip("torch", reason="the reference is a PyTorch model: pip install 'k3ray[reference]'")
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("K3_MODEL_DIR", "K3_TOK_FILES", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synthetic_model(tmp_path_factory.mktemp("conform") / "model", ALL_KINDS)
-
-
-@pytest.fixture(scope="module")
-def own(model_dir: Path) -> OwnModel:
-    return OwnModel(model_dir, None, 2)
-
-
-@pytest.fixture(scope="module")
-def reference(model_dir: Path) -> Reference:
-    return reference_of(model_dir)
+pytestmark = pytest.mark.usefixtures("bare_environment")
 
 
 def request(model_dir: Path | None, **options: Any) -> ConformRequest:
