@@ -15,8 +15,9 @@ from tests.ray_hosts import RayHosts
 settings.register_profile("k3ray", deadline=None)  # the machine may be busy; counts bound the work, not clocks
 settings.load_profile("k3ray")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell with &: programs under test would inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # started with & or nohup: programs under test would inherit it
+        signal.signal(number, usual)
 
 ROOT = Path(__file__).resolve().parents[1]
 
