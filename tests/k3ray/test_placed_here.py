@@ -68,7 +68,9 @@ def test_a_plan_of_this_machine_with_its_tape(k3b_dir: Path, tmp_path: Path) -> 
     assert found.generated_ids == [step.token_id for step in expected]
     assert found.first_logits.tobytes() == np.asarray(expected[0].logits).tobytes()
     (node,) = found.nodes
-    assert node.name == socket.gethostname() and 0 < node.measured_bytes <= node.planned_bytes <= 2 * 10**9
+    own = found.as_json()["peak_memory_by_process"]["driver"]  # this process, with all that other tests left in it
+    assert node.name == socket.gethostname()
+    assert 0 < node.measured_bytes - own <= node.planned_bytes <= 2 * 10**9
     assert len(node.actors) == 4 and found.settings["stages"] == found.settings["expert_shards"] == 2
     assert found.messages is not None and found.messages.between_nodes_bytes == 0 < found.messages.total_bytes
     assert json.loads(json.dumps(found.as_json()))["nodes"][0]["actors"][0]["layers"][0] == 0
