@@ -11,11 +11,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 MAX_HOSTS = 8
 LIFE_S = 900  # of a host, whatever happens to the test
 COMMAND_S = 60.0
@@ -70,12 +72,14 @@ class Hosts:
     """Some hosts on one bridge. Use it as a context: at the end everything is gone, whatever has happened."""
 
     def __init__(self, folder: Path, kept: Iterable[Path] = ()) -> None:
-        """folder: where each host has its /tmp. kept: folders that hosts see even where they lie in this one's /tmp.
+        """folder: where each host has its /tmp. kept: folders that hosts see even where they lie in this one's /tmp, as
+        they do the project and its Python.
 
         Raises NoHosts.
         """
         self._folder = folder
-        self._kept = sorted({str(path.relative_to("/tmp")) for path in kept if path.is_relative_to("/tmp")})
+        seen = {ROOT, Path(sys.prefix), *kept}
+        self._kept = sorted({str(path.relative_to("/tmp")) for path in seen if path.is_relative_to("/tmp")})
         self._made = 0
         self.hosts: list[Host] = []
         self._switch = self._first_process("switch")
