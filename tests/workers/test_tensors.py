@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -233,3 +234,18 @@ def test_a_closed_reader_opens_again(golden: TensorReader) -> None:
 
 def test_nan_scales_are_counted() -> None:
     assert count_nan_scales(np.array([[0, 254, 255], [255, 1, 127]], dtype=np.uint8)) == 2
+
+
+def test_a_reader_that_is_forgotten_leaves_no_file_open(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", {"a": ("F32", [2], bytes(8))})
+    index = open_index(folder, [])
+
+    def is_open() -> bool:
+        return any(Path(file.path) == folder / "a.safetensors" for file in psutil.Process().open_files())
+
+    reader = TensorReader(index)
+    reader.read("a")
+    assert is_open()
+    del reader
+    gc.collect()
+    assert not is_open()

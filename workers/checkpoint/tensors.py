@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -62,6 +63,12 @@ def count_nan_scales(scales: npt.NDArray[np.uint8]) -> int:
     return int(np.count_nonzero(scales == NAN_SCALE))
 
 
+def _close_all(files: dict[Path, int]) -> None:
+    """Close descriptors, once."""
+    while files:
+        os.close(files.popitem()[1])
+
+
 class TensorReader:
     """Reads by name from the shards of one index, or of several that hold a checkpoint together; keeps the files open.
 
@@ -73,6 +80,7 @@ class TensorReader:
         self._indices = (index, *others)
         self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._files)  # whoever forgets the reader must not keep its files open
         self._shards = {one.directory / shard.name: shard for one in self._indices for shard in one.shards}
 
     def __enter__(self) -> TensorReader:
@@ -86,9 +94,7 @@ class TensorReader:
     def close(self) -> None:
         """Close the shards; a later read opens them again."""
         with self._lock:
-            for descriptor in self._files.values():
-                os.close(descriptor)
-            self._files.clear()
+            _close_all(self._files)
 
     def read(self, name: str, out: Array | None = None) -> Array:
         """The whole tensor in its shape, in `out` when given (same dtype and size, C-contiguous), else in new memory.
