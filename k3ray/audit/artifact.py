@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from k3ray.audit.source_files import SourceFiles
 from k3ray.workers.checkpoint.binding import BindError, Binding, bind, find_prefix
-from k3ray.workers.checkpoint.header import LENGTH_BYTES, MAX_HEADER_BYTES, ShardHeader, parse_header
-from k3ray.workers.checkpoint.header_json import HeaderError
+from k3ray.workers.checkpoint.header import LENGTH_BYTES, ShardHeader, header_length, parse_header
 from k3ray.workers.checkpoint.index_build import build_index, build_names
 from k3ray.workers.checkpoint.index_file import MAX_BYTES as MAX_INDEX_BYTES
 from k3ray.workers.checkpoint.index_file import NAMES as INDEX_NAMES
@@ -171,13 +170,6 @@ def read_header(files: SourceFiles, path: Path) -> ShardHeader:
     """A shard's header by two ranges, its length and its JSON, proven against the file's size; raises HeaderError."""
     length_bytes = files.read(path.name, 0, LENGTH_BYTES)
     size = files.ledger.size(path.name) or 0
-    if len(length_bytes) < LENGTH_BYTES:
-        raise HeaderError(path, None, f"a file of {size} bytes", "8 bytes of header length and a header")
-    length = int.from_bytes(length_bytes, "little")
-    if length > MAX_HEADER_BYTES:
-        raise HeaderError(path, None, f"a header length of {length}", f"at most {MAX_HEADER_BYTES} bytes")
-    if length > size - LENGTH_BYTES:
-        found = f"a header length of {length} in a file of {size} bytes"
-        raise HeaderError(path, None, found, f"at most {size - LENGTH_BYTES}")
+    length = header_length(path, length_bytes, size)
     text = files.read(path.name, LENGTH_BYTES, LENGTH_BYTES + length)
     return parse_header(text, path, size, LENGTH_BYTES + length)

@@ -62,20 +62,26 @@ def read_header(path: Path) -> ShardHeader:
     return parse_header(text, path, file_bytes, LENGTH_BYTES + length)
 
 
+def header_length(path: Path, prefix: bytes, file_bytes: int) -> int:
+    """The length that a shard's first bytes say, checked against the limit and the file; raises HeaderError."""
+    if len(prefix) < LENGTH_BYTES:
+        raise HeaderError(path, None, f"a file of {file_bytes} bytes", "8 bytes of header length and a header")
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise HeaderError(path, None, f"a header length of {length}", f"at most {MAX_HEADER_BYTES} bytes")
+    if length > file_bytes - LENGTH_BYTES:
+        found = f"a header length of {length} in a file of {file_bytes} bytes"
+        raise HeaderError(path, None, found, f"at most {file_bytes - LENGTH_BYTES}")
+    return length
+
+
 def read_header_bytes(path: Path) -> tuple[int, int, bytes]:
     """(file size, header length, header JSON) of a shard, with the length checked against the limit and the file."""
     try:
         with path.open("rb", buffering=0) as file:
             file_bytes = os.fstat(file.fileno()).st_size
             prefix = _read_fully(file.fileno(), LENGTH_BYTES, 0)
-            if len(prefix) < LENGTH_BYTES:
-                raise HeaderError(path, None, f"a file of {file_bytes} bytes", "8 bytes of header length and a header")
-            length = int.from_bytes(prefix, "little")
-            if length > MAX_HEADER_BYTES:
-                raise HeaderError(path, None, f"a header length of {length}", f"at most {MAX_HEADER_BYTES} bytes")
-            if length > file_bytes - LENGTH_BYTES:
-                found = f"a header length of {length} in a file of {file_bytes} bytes"
-                raise HeaderError(path, None, found, f"at most {file_bytes - LENGTH_BYTES}")
+            length = header_length(path, prefix, file_bytes)
             text = _read_fully(file.fileno(), length, LENGTH_BYTES)
     except OSError as error:
         raise HeaderError(path, None, f"a file that cannot be read ({error.strerror})", "a readable shard") from error
