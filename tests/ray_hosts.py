@@ -42,7 +42,7 @@ class RayHosts(Hosts):
         settings: Ray's own, RAY_..., of every daemon. memory_bytes: what Ray may promise on each host.
         """
         kernels = cache_directory()
-        super().__init__(folder, [ROOT, PROGRAMS.parent, *([] if kernels is None else [kernels.parent])])
+        super().__init__(folder, [] if kernels is None else [kernels.parent])
         self.settings = dict(settings or {})
         self._options = [*LEAN, *([] if memory_bytes is None else [f"--memory={memory_bytes}"])]
         try:
