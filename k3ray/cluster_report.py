@@ -13,8 +13,9 @@ from k3ray.workers.message_counts import ARROW, DRIVER, NEXT, MessageCounts
 
 @dataclass(frozen=True, slots=True)
 class ActorReport:
-    """One actor. measured_bytes: the most that its process held (PSS), None where it could not say. layers: first..stop
-    of a stage. numa: the memory node.
+    """One actor. measured_bytes: the most that its process held (PSS), None where it could not say: with its share
+    of the libraries' pages, which the plan counts once a node and not in planned_bytes. layers: first..stop of a stage.
+    numa: the memory node.
     """
 
     part: str
