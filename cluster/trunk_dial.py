@@ -6,15 +6,11 @@ known here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from k3ray.cluster.budget_plan import HostRun
 from k3ray.cluster.memory_parts import trunk_bytes
-from k3ray.workers.tape.layout import TapeLayout
-from k3ray.workers.tape.order import KV_B
-from k3ray.workers.tape.residency import pinning_order
+from k3ray.workers.tape.residency import copy_bytes, pinning_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ def trunk_dial(run: HostRun) -> TrunkDial:
         for count, place in enumerate(pinning_order(len(of_stage)))
     )
     taken = [0] * run.num_stages
-    copies = [_copy_bytes(layout, chunks) for chunks in run.stage_chunks]
+    copies = [copy_bytes(layout, chunks) for chunks in run.stage_chunks]
 
     def streaming(stage: int) -> int:
         ring = min(run.ring_chunks, len(sizes[stage]) - taken[stage]) * layout.chunk_bytes
@@ -80,23 +76,3 @@ def trunk_dial(run: HostRun) -> TrunkDial:
         memory_bytes.append(pinned + around)
         pinned_bytes.append(pinned)
     return TrunkDial(run.num_stages, tuple(stage for _, stage, _ in turns), tuple(memory_bytes), tuple(pinned_bytes))
-
-
-def _copy_bytes(layout: TapeLayout, chunks: Sequence[int]) -> list[int]:
-    """(chunks + 1,) bytes of the largest matrix that has to be copied into one piece, by how many chunks are pinned.
-
-    As residency.py plans it: one that is not all pinned, or lies on the tape with something between its pieces.
-    """
-    needed = [0] * (len(chunks) + 1)
-    ends: dict[int, int] = {}  # of the rows so far on the tape, by tensor
-    before = {place: count for count, place in enumerate(pinning_order(len(chunks)))}  # pinned before it
-    for place, number in enumerate(chunks):
-        chunk = layout.chunks[number]
-        for segment in chunk.segments:
-            tensor = layout.tensors[segment.tensor]
-            if tensor.short == KV_B:
-                begin = chunk.offset + segment.offset
-                last = before[place] if ends.get(segment.tensor, begin) == begin else len(chunks)
-                needed[last] = max(needed[last], tensor.nbytes)
-                ends[segment.tensor] = begin + segment.rows * tensor.row_bytes
-    return list(accumulate(reversed(needed), max))[::-1]

@@ -12,7 +12,7 @@ import pytest
 
 from k3ray.workers.failure import Failure
 from k3ray.workers.tape import direct_io
-from k3ray.workers.tape.direct_io import DirectFile, DiskReadFailure, OnceEach, prefaulted, slot_bytes
+from k3ray.workers.tape.direct_io import DirectFile, DiskReadFailure, prefaulted, slot_bytes
 
 Preadv = Callable[[int, list[memoryview], int], int]
 CONTENT = np.random.default_rng(3).integers(0, 256, 5 * 4096 + 777, dtype=np.uint8)
@@ -230,14 +230,6 @@ def test_memory_begins_on_a_page_and_is_zero(nbytes: int) -> None:
     assert memory.shape == (nbytes,)
     assert not memory.any()
     assert nbytes == 0 or memory.ctypes.data % 4096 == 0
-
-
-def test_a_line_is_said_once() -> None:
-    said: list[str] = []
-    say = OnceEach(said.append)
-    for line in ("a", "b", "a"):
-        say(line)
-    assert said == ["a", "b"]
 
 
 def test_tmpfs_is_read_whatever_it_says_about_direct_reads() -> None:

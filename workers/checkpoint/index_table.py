@@ -117,13 +117,6 @@ class TensorIndex:
         counts = np.bincount(template_of(self.columns.keys), minlength=len(self.names.templates))
         return dict(zip(self.names.templates, counts.tolist(), strict=True))
 
-    def template_bytes(self) -> dict[str, int]:
-        """How many bytes the tensors of each template take, added in whole numbers."""
-        sizes = np.array([kind.nbytes for kind in self.kinds], dtype=np.int64)[self.columns.kind_ids]
-        totals = np.zeros(len(self.names.templates), dtype=np.int64)
-        np.add.at(totals, template_of(self.columns.keys), sizes)
-        return dict(zip(self.names.templates, totals.tolist(), strict=True))
-
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         counts = np.bincount(self.columns.kind_ids, minlength=len(self.kinds)).tolist()

@@ -63,23 +63,6 @@ def prefaulted(nbytes: int) -> Bytes:
     return memory
 
 
-class OnceEach:
-    """Passes a line on when it has not been passed on before: for files that share one reason."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._said: set[str] = set()
-        self._lock = threading.Lock()
-
-    def __call__(self, line: str) -> None:
-        """Say it the first time."""
-        with self._lock:
-            new = line not in self._said
-            self._said.add(line)
-        if new:
-            self._say(line)
-
-
 class DirectFile:
     """One file open for reading from any thread.
 

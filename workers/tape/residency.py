@@ -1,7 +1,6 @@
-"""How much of a stage's tape stays in memory for how many bytes: arithmetic alone, done before anything is mapped.
+"""How many bytes a stage's part of the tape takes, by how much of it stays: arithmetic alone, nothing is mapped.
 
-In order: one buffer to stream through, the memory for matrices that are needed in one piece, then the rest of the ring,
-then as many pinned chunks as fit. When everything is pinned there is no ring.
+How much is to stay is decided over all stages at once (k3ray/cluster). When everything is pinned there is no ring.
 
 Pinned chunks are spread over the tape. A pinned beginning would be used up in one go, with the disk at rest behind a
 full ring, and the arithmetic would wait for the disk afterwards: the two times would add up instead of overlapping.
@@ -11,18 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from k3ray.workers.failure import Failure
 from k3ray.workers.tape.layout import TapeLayout
 from k3ray.workers.tape.order import KV_B
 
 DEFAULT_RING_CHUNKS = 4
-
-
-class ResidencyFailure(Failure):
-    """A budget in which not even one buffer of the ring finds room."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +54,6 @@ def pinning_order(num_chunks: int) -> tuple[int, ...]:
     return tuple(sorted(range(num_chunks), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2)))
 
 
-def plan_residency(
-    layout: TapeLayout, chunks: Sequence[int], budget_bytes: int | None, ring_chunks: int = DEFAULT_RING_CHUNKS
-) -> Residency:
-    """Divide a budget (None: all in memory); raises ResidencyFailure with the numbers when nothing can be done."""
-    resident = fixed_residency(layout, chunks, len(chunks), 0)
-    if budget_bytes is None or resident.memory_bytes <= budget_bytes:
-        return resident
-    for ring in range(min(ring_chunks, len(chunks)), 0, -1):
-        planned = fixed_residency(layout, chunks, 0, ring)
-        if planned.memory_bytes <= budget_bytes:
-            break
-    else:
-        raise ResidencyFailure(
-            f"{budget_bytes / 1e6:,.1f} MB for this part of the trunk: expected at least "
-            f"{planned.memory_bytes / 1e6:,.1f} MB, one chunk of {layout.chunk_bytes / 1e6:,.1f} MB and "
-            f"{planned.whole_bytes / 1e6:,.1f} MB for a matrix that is needed in one piece; give it more"
-        )
-    order = pinning_order(len(chunks))
-    pinned, left = 0, budget_bytes - planned.memory_bytes
-    while (nbytes := layout.chunks[chunks[order[pinned]]].nbytes) <= left:
-        pinned += 1
-        left -= nbytes
-    return fixed_residency(layout, chunks, pinned, ring)
-
-
 def fixed_residency(layout: TapeLayout, chunks: Sequence[int], pinned: int, ring_chunks: int) -> Residency:
     """So many chunks in memory, in pinning_order, and the others through a ring of so many buffers."""
     order = pinning_order(len(chunks))
@@ -101,22 +69,26 @@ def fixed_residency(layout: TapeLayout, chunks: Sequence[int], pinned: int, ring
         ring_chunks=min(ring_chunks, streamed),
         pinned_bytes=pinned_bytes,
         ring_bytes=min(ring_chunks, streamed) * layout.chunk_bytes,
-        whole_bytes=_largest_copy(layout, chunks, frozenset(order[:pinned])),
+        whole_bytes=copy_bytes(layout, chunks)[pinned],
         streamed_bytes=streamed_bytes,
     )
 
 
-def _largest_copy(layout: TapeLayout, chunks: Sequence[int], pinned: frozenset[int]) -> int:
-    """Bytes of the largest matrix that is needed in one piece and is not in memory in one."""
-    largest = 0
+def copy_bytes(layout: TapeLayout, chunks: Sequence[int]) -> list[int]:
+    """(chunks + 1,) bytes of the largest matrix that has to be copied into one piece, by how many chunks are pinned.
+
+    One that is needed in one piece and is not all pinned, or lies on the tape with something between its pieces.
+    """
+    needed = [0] * (len(chunks) + 1)
     ends: dict[int, int] = {}  # of the rows so far on the tape, by tensor
+    before = {place: count for count, place in enumerate(pinning_order(len(chunks)))}  # pinned before it
     for place, number in enumerate(chunks):
         chunk = layout.chunks[number]
         for segment in chunk.segments:
             tensor = layout.tensors[segment.tensor]
             if tensor.short == KV_B:
                 begin = chunk.offset + segment.offset
-                if place not in pinned or ends.get(segment.tensor, begin) != begin:
-                    largest = max(largest, tensor.nbytes)
+                last = before[place] if ends.get(segment.tensor, begin) == begin else len(chunks)
+                needed[last] = max(needed[last], tensor.nbytes)
                 ends[segment.tensor] = begin + segment.rows * tensor.row_bytes
-    return largest
+    return list(accumulate(reversed(needed), max))[::-1]
