@@ -6,17 +6,17 @@ cache) belong to no process and are not counted. Knows of Ray only how it titles
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from k3ray.workers.own_memory import proportional_bytes
+
 PROC = Path("/proc")
 INTERVAL_S = 0.5
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 # The sampler takes at most this share of one core: the kernel walks the page tables of every process for one sample.
 LARGEST_SHARE = 0.05
@@ -104,7 +104,7 @@ class ProcessMemory:
         role_counts: dict[str, int] = {}
         exact = True
         for pid, role in self._processes():
-            measured = _proportional_bytes(self.proc, pid)
+            measured = proportional_bytes(self.proc / str(pid))
             if measured is None:
                 continue  # it ended since it was listed
             exact = exact and measured[1]
@@ -148,15 +148,6 @@ def role_of(pid: int, proc: Path = PROC, parent_role: str = "") -> str:
     return parent_role or (next(scripts, program) if program.startswith("python") else program)
 
 
-def descendants(pids: Collection[int], proc: Path = PROC) -> list[int]:
-    """The processes in `pids` that live and all their descendants, each once."""
-    children, starts = _family(proc)
-    found = [pid for pid in dict.fromkeys(pids) if pid in starts]
-    for pid in found:  # grows while it is walked
-        found += [child for child in children.get(pid, ()) if child not in found]
-    return found
-
-
 def children_of(pid: int, proc: Path = PROC) -> frozenset[int]:
     """The processes that `pid` has started and that live."""
     return frozenset(_family(proc)[0].get(pid, ()))
@@ -186,20 +177,3 @@ def _status(proc: Path, pid: int) -> tuple[int, str] | None:
         return None
     fields = text.rpartition(")")[2].split()  # the name before it may hold anything
     return None if fields[0] in "ZX" else (int(fields[1]), fields[19])
-
-
-def _proportional_bytes(proc: Path, pid: int) -> tuple[int, bool] | None:
-    """(bytes, whether they are the PSS) of a process; None once it has ended."""
-    try:
-        rollup = (proc / str(pid) / "smaps_rollup").read_text()
-        kib = next(line.split()[1] for line in rollup.splitlines() if line.startswith("Pss:"))
-        return int(kib) * 1024, True
-    except (ProcessLookupError, StopIteration):
-        return None  # ended, or a zombie: it holds no memory
-    except OSError:
-        pass  # another user's process, or a kernel that does not sum up
-    try:
-        _, resident, shared = (proc / str(pid) / "statm").read_text().split()[:3]
-    except OSError:
-        return None
-    return (int(resident) - int(shared)) * PAGE_BYTES, False

@@ -52,8 +52,6 @@ class ProcessReport:
 
     pid: int
     versions: dict[str, str]
-    kernels_compiled: int
-    kernel_seconds: float
     note: str = ""
 
 
@@ -94,12 +92,13 @@ class LayerStageActor:
             self._fence.begin()
         if self._parts is not None:
             self._parts.close()
-        note, kernels = bind_process(spec.numa, spec.cores, spec.numa_bytes), compile_all()
+        note = bind_process(spec.numa, spec.cores, spec.numa_bytes)
+        compile_all()
         self._hops = HopCounts()
         self._links = [ReplaceableShard(self._link(handle)) for handle in shards]
         self._stage, self._parts = load_stage(spec, self._links)
         self._spec = spec
-        return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds, note)
+        return ProcessReport(os.getpid(), versions(), note)
 
     def ping(self) -> int:
         """Say that this process lives, while it works on something else: call it in the group ASIDE."""
@@ -202,10 +201,11 @@ class ExpertShardActor:
             self._store.close()
         if self._door is not None:
             self._door.close()
-        note, kernels = bind_process(spec.numa, spec.cores, spec.numa_bytes), compile_all()
+        note = bind_process(spec.numa, spec.cores, spec.numa_bytes)
+        compile_all()
         self._shard, self._store = load_shard(spec)
         self._door = HopDoor(self._shard.apply)
-        return ProcessReport(os.getpid(), versions(), kernels.compiled, kernels.seconds, note)
+        return ProcessReport(os.getpid(), versions(), note)
 
     def ping(self) -> int:
         """See LayerStageActor.ping."""

@@ -16,23 +16,30 @@ OWN = Path("/proc/self")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def proportional_bytes(place: Path = OWN) -> int:
-    """The PSS now; where the system hides it, what is resident and not shared, which is less."""
+def proportional_bytes(process: Path) -> tuple[int, bool] | None:
+    """(bytes, whether they are the PSS) of the process with this folder in /proc; None once it has ended.
+
+    Where the system hides the PSS: what is resident and not shared, which is less.
+    """
     try:
-        for line in (place / "smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return 1024 * int(line.split()[1])
+        rollup = (process / "smaps_rollup").read_text()
+        kib = next(line.split()[1] for line in rollup.splitlines() if line.startswith("Pss:"))
+        return int(kib) * 1024, True
+    except (ProcessLookupError, StopIteration):
+        return None  # ended, or a zombie: it holds no memory
     except OSError:
-        pass
-    _, resident, shared = (place / "statm").read_text().split()[:3]
-    return (int(resident) - int(shared)) * PAGE_BYTES
+        pass  # another user's process, or a kernel that does not sum up
+    try:
+        _, resident, shared = (process / "statm").read_text().split()[:3]
+    except OSError:
+        return None
+    return (int(resident) - int(shared)) * PAGE_BYTES, False
 
 
 class OwnMemory:
     """Samples in a daemon thread from the first call of `watch` on, which ends with the process."""
 
-    def __init__(self, place: Path = OWN) -> None:
-        self._place = place
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._peak = 0
         self._watching = False
@@ -45,9 +52,10 @@ class OwnMemory:
 
     def peak_bytes(self) -> int:
         """The largest sample so far, with one taken now."""
-        found = proportional_bytes(self._place)
+        found = proportional_bytes(OWN)
+        assert found is not None, "this process is told that it has ended"
         with self._lock:
-            self._peak = max(self._peak, found)
+            self._peak = max(self._peak, found[0])
             return self._peak
 
     def _run(self) -> None:

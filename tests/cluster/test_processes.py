@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from k3ray.cluster.processes import ProcessMemory, descendants, role_of
+from k3ray.cluster.processes import ProcessMemory, children_of, role_of
 
 MIB = 1 << 20
 
@@ -109,7 +109,8 @@ def test_a_zombie_is_no_process() -> None:
     with subprocess.Popen(["/bin/true"]) as process:
         while b") Z" not in Path(f"/proc/{process.pid}/stat").read_bytes():
             time.sleep(0.001)
-        assert descendants([process.pid]) == []
+        assert process.pid not in children_of(os.getpid())
+        assert ProcessMemory({process.pid: "ended"}).sample().role_counts == {}
 
 
 def test_a_number_given_to_another_process_is_not_taken_for_the_watched_one(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_number_given_to_another_process_is_not_taken_for_the_watched_one(tmp_
     process(10, 1, 999, 3)
     assert memory.sample().total_bytes == 0
     assert memory.peak == found
-    assert descendants([10, 11, 99], tmp_path) == [10, 11, 12]
+    assert [children_of(pid, tmp_path) for pid in (1, 11, 99)] == [{10, 13}, {12}, set()]
 
 
 def test_where_the_kernel_tells_no_pss_the_sum_says_so(tmp_path: Path) -> None:
