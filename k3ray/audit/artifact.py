@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from k3ray.audit.reading import read_each
 from k3ray.audit.source_files import SourceFiles
 from k3ray.workers.checkpoint.binding import BindError, Binding, bind, find_prefix
 from k3ray.workers.checkpoint.header import LENGTH_BYTES, ShardHeader, header_length, parse_header
@@ -125,7 +126,7 @@ def _bind(config: ModelConfig, index: TensorIndex) -> tuple[Binding | None, str]
 
 def _stage(files: SourceFiles, place: Path, name: str, limit: int) -> bytes | None:
     """Fetch a small file and put it where the readers of folders find it; None when there is none."""
-    data = files.read_whole(name, limit)
+    (data,) = read_each([partial(files.read_whole, name, limit)], 1)
     if data is not None:
         (place / name).write_bytes(data)
     return data
@@ -143,25 +144,17 @@ def _addressed(place: Path, address: str) -> Iterator[None]:
         raise ArtifactError(message.replace(str(place), address), failure.exit_code) from failure
 
 
-@contextmanager
-def reading_threads(files: SourceFiles) -> Iterator[ThreadPoolExecutor]:
-    """Threads for reads of different files: several over a network, whose waits they share; none is begun after an
-    error.
-    """
-    threads = ThreadPoolExecutor(FILES_AT_ONCE if files.kind == "http" else 1)
-    try:
-        yield threads
-    finally:
-        threads.shutdown(wait=True, cancel_futures=True)
+def files_at_once(files: SourceFiles) -> int:
+    """How many files are read at a time: several over a network, whose waits they share."""
+    return FILES_AT_ONCE if files.kind == "http" else 1
 
 
 def _read_index(files: SourceFiles, place: Path, shards: tuple[str, ...], progress: Progress) -> TensorIndex:
     """The index of every shard's header, read from its file by ranges."""
     headers: dict[str, ShardHeader] = {}
-    with reading_threads(files) as threads:
-        for header in threads.map(lambda name: read_header(files, place / name), shards):
-            headers[header.path.name] = header
-            progress(len(headers), len(shards))
+    for header in read_each([partial(read_header, files, place / name) for name in shards], files_at_once(files)):
+        headers[header.path.name] = header
+        progress(len(headers), len(shards))
     listed = tuple(Shard(name, headers[name].file_bytes, 0) for name in shards)
     return build_index(ShardFiles(place, listed, None, ""), read=lambda path: headers[path.name])
 

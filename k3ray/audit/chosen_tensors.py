@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from k3ray.audit.artifact import Artifact, reading_threads
+from k3ray.audit.artifact import Artifact, files_at_once
 from k3ray.audit.claims import ranges
+from k3ray.audit.reading import read_each
 from k3ray.workers.checkpoint import shapes
 from k3ray.workers.checkpoint.index_table import TensorEntry
 from k3ray.workers.failure import Failure
@@ -142,13 +144,13 @@ def read_values(artifact: Artifact, layers: Sequence[int] | None, progress: Prog
     shards = [list(group) for _, group in groupby(places, key=lambda tensor: tensor.entry.path.name)]
     arrays: dict[tuple[int, str], npt.NDArray[Any]] = {}
     done = 0
-    with reading_threads(artifact.files) as threads:
-        # one shard by one thread, in ascending order: its hash is over the ranges in that order
-        for tensors, found in zip(shards, threads.map(lambda group: _read_group(artifact, group), shards), strict=True):
-            for tensor, values in zip(tensors, found, strict=True):
-                arrays[tensor.layer, tensor.short] = values
-                done += tensor.entry.nbytes
-            progress(done, total)
+    # one shard by one thread, in ascending order: its hash is over the ranges in that order
+    reads = read_each([partial(_read_group, artifact, tensors) for tensors in shards], files_at_once(artifact.files))
+    for tensors, found in zip(shards, reads, strict=True):
+        for tensor, values in zip(tensors, found, strict=True):
+            arrays[tensor.layer, tensor.short] = values
+            done += tensor.entry.nbytes
+        progress(done, total)
     return Values(arrays, tuple(left))
 
 

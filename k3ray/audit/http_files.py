@@ -6,6 +6,7 @@ A token goes to the hub it belongs to and to nobody else: not to another server,
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ WAITS_S = (1.0, 4.0, 15.0)  # before the second, third and fourth try
 TIMEOUT = httpx.Timeout(30.0, connect=15.0)
 STALL_S, LEAST_BYTES = 30.0, 4096  # a body of fewer bytes in that time has stalled, though some come
 _RETRIED = frozenset((408, 429, 500, 502, 503, 504))
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-_NONE = re.compile(r"bytes \*/(\d+)")
+_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
+_NONE = re.compile(r"bytes \*/([0-9]{1,19})")
+_BROKEN = ("Server disconnected", "peer closed connection")  # how httpx says that a connection ended too early
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 Result = TypeVar("Result")
@@ -61,10 +63,12 @@ class HttpFiles:
         self._tags: dict[str, str] = {}
         self._say = say
         self._waits_s = waits_s
+        self._closed = threading.Event()
         self._client = new_http_client(TIMEOUT, httpx.Limits(max_connections=16))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; a thread that still reads or waits ends at its next step."""
+        self._closed.set()
         self._client.close()
 
     @property
@@ -89,7 +93,7 @@ class HttpFiles:
                     raise self._error(name, f"a content of {length} bytes", f"at most {limit}")
                 packed = answer.headers.get("content-encoding", "identity")
                 if packed != "identity" and not name.endswith(f".{packed.removesuffix('ip')}"):
-                    raise self._error(name, f"a content encoded as {packed}", "the file's own bytes")
+                    raise self._error(name, f"a content encoded as {packed[:40]!r}", "the file's own bytes")
                 return self._receive(name, answer, limit, int(length) if length.isdecimal() else None)
 
         data = self._tried(name, once)
@@ -134,10 +138,8 @@ class HttpFiles:
         length = answer.headers.get("content-length", str(last + 1 - first))
         if length != str(last + 1 - first):
             raise self._error(name, f"Content-Length {length[:40]} for {stated}", f"{last + 1 - first}")
-        if answer.headers.get("content-encoding", "identity") != "identity":
-            raise self._error(
-                name, f"a content encoded as {answer.headers['content-encoding']}", "the file's own bytes"
-            )
+        if (packed := answer.headers.get("content-encoding", "identity")) != "identity":
+            raise self._error(name, f"a content encoded as {packed[:40]!r}", "the file's own bytes")
         tag = answer.headers.get("x-linked-etag") or answer.headers.get("etag") or ""
         if self._tags.setdefault(name, tag) != tag:
             raise self._error(name, "another ETag than before", "one file: it changed while it was audited")
@@ -184,8 +186,10 @@ class HttpFiles:
                 if (wait := next(waits, None)) is None:
                     tries = len(self._waits_s) + 1
                     raise self._error(name, f"{reason}, {tries} times", "the asked bytes: try later") from None
-                self._say(f"{name}: {reason}; trying again in {wait:g} s")
-                time.sleep(wait)
+                if not self._closed.is_set():
+                    self._say(f"{name}: {reason}; trying again in {wait:g} s")
+                if self._closed.wait(wait):
+                    raise self._error(name, "the connections closed", "no more of it") from None
 
     @contextmanager
     def _answer(self, name: str, asked: str | None) -> Iterator[httpx.Response]:
@@ -229,4 +233,6 @@ def _describe(error: httpx.TransportError) -> str:
         return "no answer in time"
     if isinstance(error, httpx.ConnectError):
         return "no connection"
+    if isinstance(error, httpx.RemoteProtocolError) and not str(error).startswith(_BROKEN):
+        return "an answer that is not HTTP"
     return "a connection that broke in the middle"
