@@ -57,7 +57,15 @@ def released_sample() -> Snapshot:
 def _source() -> Source:
     files = [SourceFile("config.json", 7006, "ab" * 32, 7006, 1, "whole file")]
     files += [
-        SourceFile(f"model-{number:05d}-of-000096.safetensors", 16_990_911_504, "cd" * 32, 812_344, 3, "fetched ranges")
+        SourceFile(
+            f"model-{number:05d}-of-000096.safetensors",
+            16_990_911_504,
+            "cd" * 32,
+            812_344,
+            3,
+            "fetched ranges",
+            ((0, 812_344),),
+        )
         for number in range(1, 97)
     ]
     return Source(

@@ -98,7 +98,7 @@ class HttpFiles:
 
         data = self._tried(name, once)
         if data is not None:
-            self.ledger.keep(name, data, len(data), whole=True)
+            self.ledger.keep(name, data, len(data))
         return data
 
     def read(self, name: str, begin: int, end: int) -> bytes:
@@ -122,7 +122,7 @@ class HttpFiles:
         known = self.ledger.size(name)
         if known is not None and known != size:
             raise self._error(name, f"{size} bytes", f"the {known} of before: it changed while it was audited")
-        self.ledger.keep(name, data, size)
+        self.ledger.keep(name, data, size, begin)
         return data
 
     def _check_range(self, name: str, answer: httpx.Response, begin: int, end: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The audit's record: every statement with its kind and who made it, as JSON that is written and read back strictly.
+"""The audit's record: every statement with its kind and who made it. snapshot_file.py writes and reads it as JSON.
 
 Kinds: O observed in the artifact, D derived from rules, X executed here, S synthetic, U unresolved. Knows neither how a
 statement was made nor how it is shown. Fields are only ever added, never renamed.
@@ -6,14 +6,8 @@ statement was made nor how it is shown. Fields are only ever added, never rename
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
-
-import msgspec
-
-from k3ray.workers.failure import Failure
+from typing import Literal
 
 Letter = Literal["O", "D", "X", "S", "U"]
 View = Literal["layers", "tensors", "parameters", "boundary"]
@@ -29,18 +23,13 @@ KINDS: dict[Letter, str] = {
 }
 
 
-class SnapshotError(Failure):
-    """A file that is no audit snapshot of this format."""
-
-    exit_code = 2
-
-
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """One file of the checkpoint. bytes: its size, None where unknown; ranges: requests made for its content.
 
-    sha256: hexadecimal, of what `sha256_of` says, both empty where nothing was read; fetched ranges are hashed one
-    after another in ascending order of their place in the file.
+    sha256: hexadecimal, of what `sha256_of` says, both empty where nothing was read. Fetched ranges are hashed one
+    after another in ascending order; places: (begin, end) of each in bytes, neighbours joined, so that anybody with
+    the file can compute the same.
     """
 
     name: str
@@ -49,6 +38,7 @@ class SourceFile:
     fetched_bytes: int
     ranges: int
     sha256_of: Literal["whole file", "fetched ranges", ""]
+    places: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,54 +201,3 @@ class Snapshot:
     def disagreements(self) -> tuple[Statement, ...]:
         """The statements that must agree and do not."""
         return tuple(statement for statement in self.statements if statement.agrees is False)
-
-
-def encode_snapshot(snapshot: Snapshot) -> bytes:
-    """The snapshot as indented JSON with a line's end; ValueError for a number that JSON has no way to write."""
-    _check_finite(msgspec.to_builtins(snapshot), "snapshot")
-    return msgspec.json.format(msgspec.json.encode(snapshot), indent=1) + b"\n"
-
-
-def decode_snapshot(data: bytes, name: str) -> Snapshot:
-    """Read a snapshot back; SnapshotError, naming the field, when it is none: a field missing, unknown or ill-typed."""
-    try:
-        raw = msgspec.json.decode(data)
-        snapshot = msgspec.convert(raw, Snapshot, strict=True)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise SnapshotError(f"{name}: found no audit snapshot ({error}); make it again with k3ray audit") from error
-    if (place := _difference(raw, msgspec.to_builtins(snapshot), "$")) is not None:
-        raise SnapshotError(f"{name}: found a missing or unknown field at {place}; make it again with k3ray audit")
-    return snapshot
-
-
-def read_snapshot(path: Path) -> Snapshot:
-    """The snapshot in a file; SnapshotError when it cannot be read."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise SnapshotError(f"{path}: cannot be read ({error.strerror}); name what k3ray audit --out wrote") from error
-    return decode_snapshot(data, str(path))
-
-
-def _difference(raw: Any, read: Any, place: str) -> str | None:
-    """Where two JSON values differ in their keys, None where they do not; the values themselves were converted."""
-    if isinstance(raw, dict) and isinstance(read, dict):
-        for key in raw.keys() ^ read.keys():
-            return f"{place}.{key}"
-        pairs = [(raw[key], read[key], f"{place}.{key}") for key in raw]
-    elif isinstance(raw, list) and isinstance(read, (list, tuple)):
-        pairs = [(one, other, f"{place}[{number}]") for number, (one, other) in enumerate(zip(raw, read, strict=True))]
-    else:
-        return None
-    return next((found for pair in pairs if (found := _difference(*pair)) is not None), None)
-
-
-def _check_finite(value: Any, place: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{place}: {value} cannot be written as JSON")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _check_finite(item, f"{place}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            _check_finite(item, f"{place}[{number}]")

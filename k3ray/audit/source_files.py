@@ -34,6 +34,7 @@ class Ledger:
         self._ranges: dict[str, int] = {}
         self._hashes: dict[str, Any] = {}
         self._whole: set[str] = set()
+        self._places: dict[str, list[tuple[int, int]]] = {}
 
     def count_request(self) -> None:
         """One more request was sent."""
@@ -45,14 +46,28 @@ class Ledger:
         with self._lock:
             self._fetched[name] = self._fetched.get(name, 0) + count
 
-    def keep(self, name: str, data: bytes, size: int, whole: bool = False) -> None:
-        """A range (or the whole file) arrived complete and is used; size: of the file."""
+    def keep(self, name: str, data: bytes, size: int, begin: int | None = None) -> None:
+        """The range from `begin` (None: the whole file) arrived complete and is used; size: of the file.
+
+        Ranges of one file come in ascending order, each byte once: their hash is over them in that order.
+        """
         with self._lock:
             self._sizes[name] = size
+            if begin is None:
+                self._whole.add(name)
+            elif data:
+                self._add_place(name, begin, begin + len(data))
+            else:
+                return  # nothing lies there
             self._ranges[name] = self._ranges.get(name, 0) + 1
             self._hashes.setdefault(name, hashlib.sha256()).update(data)
-            if whole:
-                self._whole.add(name)
+
+    def _add_place(self, name: str, begin: int, end: int) -> None:
+        places = self._places.setdefault(name, [])
+        assert not places or begin >= places[-1][1], f"{name}: {begin} read after {places[-1]}"
+        if places and places[-1][1] == begin:
+            begin = places.pop()[0]
+        places.append((begin, end))
 
     def note_size(self, name: str, size: int) -> None:
         """The file is known with its size, and may never be read."""
@@ -81,6 +96,7 @@ class Ledger:
                     fetched_bytes=self._fetched.get(name, 0),
                     ranges=self._ranges.get(name, 0),
                     sha256_of="" if not digest else "whole file" if name in self._whole else "fetched ranges",
+                    places=tuple(self._places.get(name, ())),
                 )
             )
         return tuple(rows)
@@ -147,12 +163,12 @@ class DirectoryFiles:
         if len(data) > limit:
             raise SourceError(f"{path}: found more than {limit} bytes, expected a small file")
         self.ledger.count_bytes(name, len(data))
-        self.ledger.keep(name, data, len(data), whole=True)
+        self.ledger.keep(name, data, len(data))
         return data
 
     def read(self, name: str, begin: int, end: int) -> bytes:
         """The bytes begin..end of a file, fewer only where it ends before."""
-        pieces = []
+        pieces, place = [], begin
         try:
             with (self.directory / name).open("rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -169,5 +185,5 @@ class DirectoryFiles:
             raise SourceError(f"{self.directory / name}: {found}; audit a finished download")
         data = b"".join(pieces)
         self.ledger.count_bytes(name, len(data))
-        self.ledger.keep(name, data, size)
+        self.ledger.keep(name, data, size, place)
         return data

@@ -16,7 +16,8 @@ from k3ray.audit.executed import golden_statements, has_golden, kda_statements
 from k3ray.audit.http_files import HttpFiles
 from k3ray.audit.kda_cases import run_cases
 from k3ray.audit.making import AuditOptions, make_audit
-from k3ray.audit.snapshot import Snapshot, Statement, encode_snapshot
+from k3ray.audit.snapshot import Snapshot, Statement
+from k3ray.audit.snapshot_file import encode_snapshot
 from k3ray.audit.source_files import DirectoryFiles, SourceFiles
 from k3ray.cluster.machine import default_threads
 from k3ray.commands.audit_tables import print_snapshot

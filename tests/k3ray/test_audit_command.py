@@ -16,7 +16,8 @@ import typer
 from k3ray.audit.address import AddressError
 from k3ray.audit.executed import KDA_TOLERANCE, GoldenError, golden_statements, has_golden, kda_statements
 from k3ray.audit.kda_cases import SHAPES, KdaCase
-from k3ray.audit.snapshot import Snapshot, read_snapshot
+from k3ray.audit.snapshot import Snapshot
+from k3ray.audit.snapshot_file import read_snapshot
 from k3ray.commands import audit
 from k3ray.commands.audit import AuditRequest, OutputsClash, run
 from k3ray.commands.audit_tables import print_snapshot

@@ -15,7 +15,8 @@ import pytest
 from k3ray.audit.address import AddressError, parse_address
 from k3ray.audit.http_files import HttpFiles
 from k3ray.audit.making import AuditOptions, make_audit
-from k3ray.audit.snapshot import Snapshot, Source, encode_snapshot
+from k3ray.audit.snapshot import Snapshot, Source
+from k3ray.audit.snapshot_file import encode_snapshot
 from k3ray.audit.source_files import DirectoryFiles
 from k3ray.workers.checkpoint.synthetic import write_checkpoint
 from k3ray.workers.checkpoint.synthetic_spec import SyntheticSpec
@@ -83,6 +84,10 @@ def test_the_checksums_are_those_of_what_was_sent(server: RangeServer, checkpoin
         asked = [request.range for request in server.requests if request.name == file.name]
         parts = sorted(part for part in asked if part is not None)
         assert file.ranges == len(parts)
+        assert {byte for begin, end in file.places for byte in (begin, end - 1)} <= {
+            byte for begin, end in parts for byte in (begin, end - 1)
+        }
+        assert file.sha256 == hashlib.sha256(b"".join(data[begin:end] for begin, end in file.places)).hexdigest()
         assert file.fetched_bytes == sum(end - begin for begin, end in parts)
         assert file.sha256 == hashlib.sha256(b"".join(data[begin:end] for begin, end in parts)).hexdigest()
 

@@ -8,7 +8,8 @@ import pytest
 
 from k3ray.audit.making import AuditOptions, make_audit
 from k3ray.audit.page import render
-from k3ray.audit.snapshot import Snapshot, Statement, decode_snapshot, encode_snapshot
+from k3ray.audit.snapshot import Snapshot, Statement
+from k3ray.audit.snapshot_file import decode_snapshot, encode_snapshot
 from k3ray.audit.source_files import DirectoryFiles
 
 PREFIX = "language_model.model."

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from k3ray.audit.snapshot import KINDS, Snapshot, SnapshotError, decode_snapshot, encode_snapshot, read_snapshot
+from k3ray.audit.snapshot import KINDS, Snapshot
+from k3ray.audit.snapshot_file import SnapshotError, decode_snapshot, encode_snapshot, read_snapshot
 
 Document = dict[str, Any]
 
@@ -51,6 +52,66 @@ def _version(document: Document) -> None:
 
 def _format(document: Document) -> None:
     document["format"] = "another"
+
+
+def _negative(document: Document) -> None:
+    document["layers"][5]["bytes"] = -1
+
+
+def _checksum(document: Document) -> None:
+    document["source"]["files"][1]["sha256"] = "cd" * 31
+
+
+def _no_places(document: Document) -> None:
+    document["source"]["files"][1]["places"] = []
+
+
+def _places_past_the_end(document: Document) -> None:
+    document["source"]["files"][1]["places"] = [[0, 16_990_911_505]]
+
+
+def _places_that_overlap(document: Document) -> None:
+    document["source"]["files"][1]["places"] = [[0, 8], [7, 9]]
+
+
+def _more_hashed_than_fetched(document: Document) -> None:
+    document["source"]["files"][1]["places"] = [[0, 812_345]]
+
+
+def _fetched(document: Document) -> None:
+    document["source"]["fetched_bytes"] += 1
+
+
+def _twice(document: Document) -> None:
+    document["statements"][1]["id"] = document["statements"][0]["id"]
+
+
+def _time(document: Document) -> None:
+    document["made_at"] = "30 November"
+
+
+def _median(document: Document) -> None:
+    document["statistics"][0]["median"] = 99.5
+
+
+ODD = [
+    _negative, _checksum, _no_places, _places_past_the_end, _places_that_overlap, _more_hashed_than_fetched, _fetched,
+    _twice, _time, _median,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ODD)
+def test_a_document_at_odds_with_itself_is_refused(sample: Snapshot, damage: Callable[[Document], None]) -> None:
+    document = json.loads(encode_snapshot(sample))
+    damage(document)
+    with pytest.raises(SnapshotError, match=r"a\.json: found .*make it again with k3ray audit"):
+        decode_snapshot(json.dumps(document).encode(), "a.json")
+
+
+def test_a_key_that_stands_twice_is_refused(sample: Snapshot) -> None:
+    text = encode_snapshot(sample).rstrip()[:-1] + b', "format": "k3ray audit"}'
+    with pytest.raises(SnapshotError, match="a key stands twice"):
+        decode_snapshot(text, "a.json")
 
 
 @pytest.mark.parametrize("damage", [_drop, _add, _drop_default, _letter, _text, _version, _format])
