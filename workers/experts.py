@@ -22,6 +22,7 @@ from k3ray.workers.cache.policy import CachePolicy, Placement
 from k3ray.workers.expert_reader import Expert, ExpertReader, expert_slot_bytes
 from k3ray.workers.failure import Failure
 from k3ray.workers.model.config import ModelConfig
+from k3ray.workers.model.finite import NonFiniteProduct, require_finite_product
 
 Bytes = npt.NDArray[np.uint8]
 Float32Array = npt.NDArray[np.float32]
@@ -31,6 +32,16 @@ QUEUE_DEPTH = 8  # reads at work at once: one alone leaves an NVMe half idle
 
 class MissingExpert(Failure):
     """An expert was asked of a process that does not own it: the plan and the request disagree."""
+
+
+class NonFiniteExpert(Failure):
+    """An expert gave NaN or infinity: its scales are damaged, or what it was given is too large for it."""
+
+    def __init__(self, layer: int, expert: int, part: str) -> None:
+        super().__init__(
+            f"layer {layer} expert {expert}: a NaN or infinite value in what its {part} gives; nothing was sampled "
+            "from it. A weight is damaged or the config does not fit this checkpoint: run `k3ray verify`"
+        )
 
 
 @dataclass(slots=True)
@@ -92,7 +103,7 @@ class ExpertStore:
         """Return (pairs, latent) f32: expert experts[i] on latents[token_rows[i]].
 
         Each distinct expert is read at most once for all its pairs. Raises MissingExpert, ExpertUnreadable,
-        NonFiniteInput; then no output leaves.
+        NonFiniteExpert, NonFiniteInput; then no output leaves.
         """
         outputs = np.empty((len(experts), latents.shape[1]), np.float32)
         pairs_of: dict[int, list[int]] = {}
@@ -107,7 +118,10 @@ class ExpertStore:
                 pairs = pairs_of[number]
                 if expert_bytes.damaged:
                     self._damaged_met.add((layer, number))
-                outputs[pairs] = self._apply(expert_bytes, latents[token_rows[pairs]])
+                try:
+                    outputs[pairs] = self._apply(expert_bytes, latents[token_rows[pairs]])
+                except NonFiniteProduct as error:
+                    raise NonFiniteExpert(layer, number, error.short) from None
         return outputs
 
     def close(self) -> None:
@@ -160,8 +174,12 @@ class ExpertStore:
         x = mxfp4.quantise(latents)
         gate = mxfp4.matmul(expert.w1.packed, expert.w1.scales, x, self._pool)
         up = mxfp4.matmul(expert.w3.packed, expert.w3.scales, x, self._pool)
+        require_finite_product("w1", gate)  # situ makes a finite number of an infinite one
+        require_finite_product("w3", up)
         inner = situ(gate, up, self._config.situ_beta, self._config.situ_linear_beta)
-        return mxfp4.matmul(expert.w2.packed, expert.w2.scales, mxfp4.quantise(inner), self._pool)
+        down = mxfp4.matmul(expert.w2.packed, expert.w2.scales, mxfp4.quantise(inner), self._pool)
+        require_finite_product("w2", down)
+        return down
 
 
 class LocalExperts:

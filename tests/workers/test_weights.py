@@ -14,12 +14,12 @@ from k3ray.workers.checkpoint.binding import bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.model.config import read_config
+from k3ray.workers.model.finite import CheckedMatrix
 from k3ray.workers.model.weights import (
     KdaWeights,
     MlaWeights,
     MlpWeights,
     MoeWeights,
-    ResidentMatrix,
     ShardMatrices,
     WeightSources,
     read_head,
@@ -37,18 +37,18 @@ def sources(k3b_dir: Path) -> WeightSources:
     return WeightSources(binding, reader, ShardMatrices(binding, reader), RowPool(1))
 
 
-def check(reader: TensorReader, start: str, found: dict[str, npt.NDArray[Any] | ResidentMatrix]) -> None:
+def check(reader: TensorReader, start: str, found: dict[str, npt.NDArray[Any] | CheckedMatrix]) -> None:
     """Every matrix is the named tensor as stored, every vector the same widened and flattened; bits, not values."""
     for short, value in found.items():
         stored = reader.read(start + short)
-        if isinstance(value, ResidentMatrix):
-            assert value.weight.dtype == stored.dtype and value.weight.shape == stored.shape, short
-            assert value.weight.tobytes() == stored.tobytes(), short
+        if isinstance(value, CheckedMatrix):
+            assert value.array().dtype == stored.dtype and value.array().shape == stored.shape, short
+            assert value.array().tobytes() == stored.tobytes(), short
         else:
             assert value.tobytes() == widen(stored).tobytes(), short
 
 
-def mlp(weights: MlpWeights, start: str) -> dict[str, npt.NDArray[Any] | ResidentMatrix]:
+def mlp(weights: MlpWeights, start: str) -> dict[str, npt.NDArray[Any] | CheckedMatrix]:
     names = ("gate_proj", "up_proj", "down_proj")
     return {
         f"{start}.{name}.weight": m for name, m in zip(names, (weights.gate, weights.up, weights.down), strict=True)
@@ -60,7 +60,7 @@ def test_kda(sources: WeightSources, layer: int) -> None:
     reader = sources.reader
     weights = read_layer(sources, layer).attention
     assert isinstance(weights, KdaWeights)
-    found: dict[str, npt.NDArray[Any] | ResidentMatrix] = {
+    found: dict[str, npt.NDArray[Any] | CheckedMatrix] = {
         "q_proj.weight": weights.q, "k_proj.weight": weights.k, "v_proj.weight": weights.v,
         "q_conv1d.weight": weights.conv_q, "k_conv1d.weight": weights.conv_k, "v_conv1d.weight": weights.conv_v,
         "f_a_proj.weight": weights.f_a, "f_b_proj.weight": weights.f_b, "dt_bias": weights.dt_bias,
@@ -78,7 +78,7 @@ def test_mla(sources: WeightSources, layer: int) -> None:
     reader = sources.reader
     weights = read_layer(sources, layer).attention
     assert isinstance(weights, MlaWeights)
-    found: dict[str, npt.NDArray[Any] | ResidentMatrix] = {
+    found: dict[str, npt.NDArray[Any] | CheckedMatrix] = {
         "q_a_proj.weight": weights.q_a, "q_a_layernorm.weight": weights.q_a_norm, "q_b_proj.weight": weights.q_b,
         "kv_a_proj_with_mqa.weight": weights.kv_a, "kv_a_layernorm.weight": weights.kv_a_norm,
         "g_proj.weight": weights.gate, "o_proj.weight": weights.out,
@@ -93,7 +93,7 @@ def test_mixture_and_dense_mlp(sources: WeightSources) -> None:
     dense, routed = (read_layer(sources, layer).mlp for layer in (0, 6))
     assert isinstance(dense, MlpWeights) and isinstance(routed, MoeWeights) and routed.norm is not None
     check(reader, f"{TOP}layers.0.", mlp(dense, "mlp"))
-    found: dict[str, npt.NDArray[Any] | ResidentMatrix] = {
+    found: dict[str, npt.NDArray[Any] | CheckedMatrix] = {
         "gate.weight": routed.router, "gate.e_score_correction_bias": routed.bias,
         "routed_expert_down_proj.weight": routed.down, "routed_expert_up_proj.weight": routed.up,
         "routed_expert_norm.weight": routed.norm,
@@ -105,7 +105,7 @@ def test_norms_and_folds(sources: WeightSources) -> None:
     reader = sources.reader
     layer, head = read_layer(sources, 4), read_head(sources)
     start = f"{TOP}layers.4."
-    norms: dict[str, npt.NDArray[Any] | ResidentMatrix] = {
+    norms: dict[str, npt.NDArray[Any] | CheckedMatrix] = {
         "input_layernorm.weight": layer.attention_norm, "post_attention_layernorm.weight": layer.mlp_norm
     }  # fmt: skip
     check(reader, start, norms)

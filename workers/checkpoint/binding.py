@@ -17,7 +17,7 @@ from k3ray.workers.checkpoint.index_table import TensorIndex
 from k3ray.workers.checkpoint.leftovers import count_left
 from k3ray.workers.checkpoint.names import PLACE, numbers_of
 from k3ray.workers.checkpoint.shapes import TensorType
-from k3ray.workers.checkpoint.tensors import TensorReader, TensorReadError
+from k3ray.workers.checkpoint.tensors import TensorReader, TensorReadError, require_finite
 from k3ray.workers.failure import Failure
 from k3ray.workers.model.config import ModelConfig
 
@@ -226,7 +226,7 @@ def read_a_log(reader: TensorReader, name: str, heads: int) -> npt.NDArray[np.fl
         place = heads + int(tail[0])
         found = f"{values[place]} at entry {place} ({len(tail)} entries after the {heads} heads are not zero)"
         raise TensorReadError(entry.path, name, found, "zeros there: otherwise these are not one value a head")
-    return values[:heads].copy()
+    return require_finite(entry, values[:heads].copy())
 
 
 def _is_a_log_shape(shape: tuple[int, ...], heads: int) -> bool:

@@ -63,6 +63,17 @@ def count_nan_scales(scales: npt.NDArray[np.uint8]) -> int:
     return int(np.count_nonzero(scales == NAN_SCALE))
 
 
+def require_finite(entry: TensorEntry, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The values of a tensor as they are, (entries,) f32; TensorReadError where one is NaN or infinite."""
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        found = f"{values[bad[0]]} at entry {bad[0]}"
+        raise TensorReadError(
+            entry.path, entry.name, found, "finite values: the shard is damaged, run `k3ray verify` and fetch it again"
+        )
+    return values
+
+
 def _close_all(files: dict[Path, int]) -> None:
     """Close descriptors, once."""
     while files:

@@ -5,6 +5,8 @@ It knows nothing of Ray, of other slices, or of whether a frame has been seen be
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,11 +23,13 @@ from k3ray.workers.model.attention import kda_attention, mla_attention
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.model.embedding import Embedding
 from k3ray.workers.model.feed_forward import Observe, RoutedExperts, mixture_of_experts, mlp
+from k3ray.workers.model.finite import NonFiniteProduct, first_not_finite
 from k3ray.workers.model.snapshot import Restoring, StatePiece, encode_piece, pieces_of
 from k3ray.workers.model.state import KdaState, MlaState, SequenceFailure, SequenceState, new_sequence
 from k3ray.workers.model.weights import HeadWeights, KdaWeights, LayerWeights, MoeWeights
 
 Float32Array = npt.NDArray[np.float32]
+Int64Array = npt.NDArray[np.int64]
 
 
 class NonFiniteActivation(Failure):
@@ -138,9 +142,8 @@ class Slice:
         observe("final_mix", layer, mixed)
         normed = rmsnorm(mixed, head.norm, self._config.rms_norm_eps)
         observe("final_norm", layer, normed)
-        logits = head.head.apply(normed)
-        self._check("logits", layer, frame.positions[wanted], logits)
-        return logits
+        with finite_or_named("logits", layer, frame.positions[wanted]):
+            return head.head.apply(normed)
 
     def _enter(self, frame: ActivationFrame) -> tuple[Float32Array, Float32Array]:
         if self._parts.embedding is None:
@@ -166,17 +169,20 @@ class Slice:
             blocks = np.concatenate([blocks, prefix[:, None, :]], axis=1)
         normed = rmsnorm(h, weights.attention_norm, eps)
         observe("attn_normed", layer, normed)
-        a = self._attend(weights, segments, frame, normed)
-        observe("attn_out", layer, a)
         kind = "MLA attention" if config.is_mla(layer) else "KDA attention"
+        with finite_or_named(kind, layer, frame.positions):
+            a = self._attend(weights, segments, frame, normed)
+        observe("attn_out", layer, a)
         self._check(kind, layer, frame.positions, a)
         prefix = a if begins_block else prefix + a
         h = attnres.mix(blocks, prefix, weights.mlp_fold, eps)
         observe("mlp_in", layer, h)
-        m = self._feed_forward(weights, frame, rmsnorm(h, weights.mlp_norm, eps), observe)
+        kind = "MoE" if config.is_moe(layer) else "dense MLP"
+        with finite_or_named(kind, layer, frame.positions):
+            m = self._feed_forward(weights, frame, rmsnorm(h, weights.mlp_norm, eps), observe)
         observe("mlp_out", layer, m)
         prefix = prefix + m
-        self._check("MoE" if config.is_moe(layer) else "dense MLP", layer, frame.positions, prefix)
+        self._check(kind, layer, frame.positions, prefix)
         observe("layer_out", layer, prefix)
         return prefix, blocks
 
@@ -198,23 +204,29 @@ class Slice:
     ) -> Float32Array:
         if not isinstance(weights.mlp, MoeWeights):
             return mlp(self._config, weights.mlp, x)
-        try:
-            return mixture_of_experts(self._config, weights.mlp, weights.layer, x, self._experts, observe)
-        except (router.NonFiniteScore, NonFiniteInput) as error:
-            raise NonFiniteActivation(
-                f"layer {weights.layer} (MoE), positions {_span(frame.positions)}: {error}; a weight is damaged or "
-                "the config does not fit this checkpoint"
-            ) from None
+        return mixture_of_experts(self._config, weights.mlp, weights.layer, x, self._experts, observe)
 
-    def _check(self, kind: str, layer: int, positions: npt.NDArray[np.int64], values: Float32Array) -> None:
-        if np.isfinite(values).all():
-            return
-        row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
-        raise NonFiniteActivation(
-            f"layer {layer} ({kind}), position {int(positions[row])}: a NaN or infinite value; nothing was sampled "
-            "from it. A weight is damaged or the config does not fit this checkpoint: run `k3ray inspect`"
-        )
+    def _check(self, kind: str, layer: int, positions: Int64Array, values: Float32Array) -> None:
+        row = first_not_finite(values)
+        if row is not None:
+            raise NonFiniteActivation(_not_finite(kind, layer, f"position {positions[row]}", "a NaN or infinite value"))
 
 
-def _span(positions: npt.NDArray[np.int64]) -> str:
-    return f"{int(positions.min())}..{int(positions.max())}"
+@contextmanager
+def finite_or_named(kind: str, layer: int, positions: Int64Array) -> Iterator[None]:
+    """Say of what is found not finite inside where in the model and in the sequence it is; NonFiniteActivation."""
+    try:
+        yield
+    except NonFiniteProduct as error:
+        place = f"position {positions[error.row]}"
+        raise NonFiniteActivation(_not_finite(kind, layer, place, str(error))) from None
+    except (router.NonFiniteScore, NonFiniteInput) as error:
+        place = f"positions {positions.min()}..{positions.max()}"
+        raise NonFiniteActivation(_not_finite(kind, layer, place, str(error))) from None
+
+
+def _not_finite(kind: str, layer: int, place: str, found: str) -> str:
+    return (
+        f"layer {layer} ({kind}), {place}: {found}; nothing was sampled from it. A weight is damaged or the config "
+        "does not fit this checkpoint: run `k3ray verify` and `k3ray inspect`"
+    )

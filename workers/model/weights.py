@@ -15,8 +15,9 @@ import numpy.typing as npt
 from k3ray.kernels import dense
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.checkpoint.binding import Binding, read_a_log
-from k3ray.workers.checkpoint.tensors import TensorReader
+from k3ray.workers.checkpoint.tensors import TensorReader, require_finite
 from k3ray.workers.model.config import ModelConfig
+from k3ray.workers.model.finite import CheckedMatrix
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -173,12 +174,13 @@ class WeightReader:
         self._names = names
 
     def matrix(self, short_name: str) -> Matrix:
-        """Return a matrix from where this slice's matrices come."""
-        return self._sources.matrices.matrix(self._layer, short_name, self._sources.pool)
+        """Return a matrix from where this slice's matrices come, its outputs looked at."""
+        return CheckedMatrix(short_name, self._sources.matrices.matrix(self._layer, short_name, self._sources.pool))
 
     def vector(self, short_name: str) -> Float32Array:
-        """Return a small tensor flattened and widened to float32."""
-        return widen(self._sources.reader.read(self._names[short_name])).reshape(-1)
+        """Return a small tensor flattened and widened to float32; TensorReadError where it is not finite."""
+        reader, name = self._sources.reader, self._names[short_name]
+        return require_finite(reader.entry(name), widen(reader.read(name)).reshape(-1))
 
     def fold(self, norm: str, projection: str) -> Float32Array:
         """Return norm * projection: the product of two bf16 is exact in float32."""
