@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from k3ray.cli_options import Json, whole_number
+from k3ray.cli_options import Json, number_option
 
 Endpoint = Annotated[
     str | None,
-    typer.Option(help="A hub's or mirror's address. Default: HF_ENDPOINT, else huggingface.co.", show_default=False),
+    typer.Option(help="A hub's or mirror's address. Default: HF_ENDPOINT, else huggingface.co."),
 ]
 
 
@@ -22,25 +22,22 @@ def download(
     ] = False,
     layers: Annotated[
         str | None,
-        typer.Option(metavar="A-B", help="Only the shards of these zero-based layers.", show_default=False),
+        typer.Option(metavar="A-B", help="Only the shards of these zero-based layers."),
     ] = None,
-    workers: Annotated[int, typer.Option(parser=whole_number, metavar="N", help="Files at once.")] = 4,
+    workers: Annotated[int, number_option("Files at once.")] = 4,
     endpoint: Endpoint = None,
     repo: Annotated[
         str | None,
-        typer.Option(metavar="OWNER/NAME", help="Another repository than the release's.", show_default=False),
+        typer.Option(metavar="OWNER/NAME", help="Another repository than the release's."),
     ] = None,
     revision: Annotated[
         str | None,
         typer.Option(
-            help="A commit of 40 digits, or a branch or tag to be resolved once. Default: the pinned release.",
-            show_default=False,
+            help="A commit of 40 digits, or a branch or tag to be resolved once. Default: the pinned release."
         ),
     ] = None,
     deep: Annotated[bool, typer.Option("--deep", help="Read finished files again and compare them.")] = False,
-    stall_timeout: Annotated[
-        int, typer.Option(parser=whole_number, metavar="S", help="Seconds of silence before a line is dropped.")
-    ] = 30,
+    stall_timeout: Annotated[int, number_option("Seconds of silence before a line is dropped.", "S")] = 30,
     json: Json = False,
 ) -> None:
     """Download a checkpoint, or part of it; run it again to go on where it stopped.

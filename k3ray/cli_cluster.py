@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from k3ray.cli_options import Json, Memory, ModelDir, Preset, Roots, Tape, whole_number, wishes_of
+from k3ray.cli_options import Json, Memory, ModelDir, Preset, Roots, Tape, number_option, wishes_of
 
 Measure = Annotated[bool, typer.Option("--measure", help="Measure memory and disks of every node now.")]
 
@@ -28,41 +28,29 @@ def nodes(
 def plan(
     context: typer.Context,
     model_dir: ModelDir = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="Plan for the machines that this TOML file describes.", show_default=False)
-    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help="Plan for the machines that this TOML file describes.")] = None,
     memory: Memory = None,
     preset: Preset = None,
     stages: Annotated[
         int | None,
-        typer.Option(
-            parser=whole_number, metavar="N", help="Stages in all. Default: one each seat.", show_default=False
-        ),
+        number_option("Stages in all. Default: one each seat."),
     ] = None,
     expert_shards: Annotated[
         int | None,
-        typer.Option(
-            parser=whole_number, metavar="N", help="Shards in all; 0: stages hold the experts.", show_default=False
-        ),
+        number_option("Shards in all; 0: stages hold the experts."),
     ] = None,
     seats: Annotated[
         int | None,
-        typer.Option(
-            parser=whole_number, metavar="N", help="Seats of a node. Default: its memory nodes.", show_default=False
-        ),
+        number_option("Seats of a node. Default: its memory nodes."),
     ] = None,
-    positions: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help="Prompt and generated tokens together.")
-    ] = 4096,
+    positions: Annotated[int, number_option("Prompt and generated tokens together.")] = 4096,
     roots: Roots = None,
     tape: Tape = None,
     measure: Measure = False,
-    out: Annotated[Path | None, typer.Option(help="Write the plan into this file.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan into this file.")] = None,
     json: Json = False,
 ) -> None:
-    """Plan for the cluster at hand or for a described one: who gets what, and how long a token takes. Memory is a
-    node's.
-    """
+    """Plan for the cluster at hand or for a described one: who gets what, and how long a token takes."""
     from k3ray.cluster.seats import ClusterWishes
     from k3ray.commands.plan import run
 

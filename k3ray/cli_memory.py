@@ -18,14 +18,14 @@ from k3ray.cli_options import (
     Stages,
     Tape,
     TrunkGb,
-    whole_number,
+    number_option,
     wishes_of,
 )
 
 
 def pack(
-    model_dir: Annotated[Path, typer.Argument(help="The checkpoint's folder.")],
-    out: Annotated[Path, typer.Argument(help="The folder to make for the tape.")],
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The checkpoint's folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make for the tape.")],
     config: Config = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare every bit of the tape with the shards.")] = False,
 ) -> None:
@@ -44,9 +44,7 @@ def budget(
     cache_gb: CacheGb = None,
     stages: Stages = 1,
     expert_shards: ExpertShards = 0,
-    positions: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help="Prompt and generated tokens together.")
-    ] = 1024,
+    positions: Annotated[int, number_option("Prompt and generated tokens together.")] = 1024,
     tape: Tape = None,
     json: Json = False,
 ) -> None:
@@ -64,7 +62,7 @@ def doctor(model_dir: ModelDir = None, tape: Tape = None, json: Json = False) ->
 
 
 def devbw(
-    path: Annotated[Path, typer.Argument(help="A file, or a folder whose largest files are read.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a folder whose largest files are read.")],
     write: Annotated[
         bool, typer.Option("--write", help="Write a temporary file into the folder and read that.")
     ] = False,
@@ -77,21 +75,15 @@ def devbw(
 
 
 def simulate_cache(
-    trace: Annotated[Path, typer.Argument(help="A recorded trace: see generate --dump-cache-trace.")],
-    capacity: Annotated[
-        list[str] | None, typer.Option(help="A cache size, like 8GB; may be given again.", show_default=False)
-    ] = None,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A recorded trace: see generate --dump-cache-trace.")],
+    capacity: Annotated[list[str] | None, typer.Option(help="A cache size, like 8GB; may be given again.")] = None,
     order: Annotated[str, typer.Option(help="decoding: a token at a time; recorded: as it was.")] = "decoding",
-    expert_bytes: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help="Bytes of one expert.")
-    ] = 17_547_264,
+    expert_bytes: Annotated[int, number_option("Bytes of one expert.")] = 17_547_264,
     experts_per_token: Annotated[
         int | None,
-        typer.Option(
-            parser=whole_number, metavar="N", help="Experts of a token; found out if not given.", show_default=False
-        ),
+        number_option("Experts of a token; found out if not given."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the hit rates into this PNG.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the hit rates into this PNG.")] = None,
     json: Json = False,
 ) -> None:
     """Replay a recorded trace with LRU, k3ray's policy and the optimum at several cache sizes."""

@@ -19,7 +19,7 @@ from k3ray.cli_options import (
     StagesWish,
     Tape,
     TrunkGb,
-    whole_number,
+    number_option,
     wishes_of,
 )
 
@@ -27,50 +27,41 @@ from k3ray.cli_options import (
 def generate(
     context: typer.Context,
     model_dir: ModelDir = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt as text.", show_default=False)] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="A file whose bytes are the prompt, as they are.", show_default=False)
-    ] = None,
-    ids: Annotated[str | None, typer.Option(help="The prompt as token ids: 3,5,7.", show_default=False)] = None,
-    gen: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help="How many tokens to generate, 1 to 4096.")
-    ] = 8,
+    prompt: Annotated[str | None, typer.Option(help="The prompt as text.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file whose bytes are the prompt, as they are.")] = None,
+    ids: Annotated[str | None, typer.Option(help="The prompt as token ids: 3,5,7.")] = None,
+    gen: Annotated[int, number_option("How many tokens to generate, 1 to 4096.")] = 8,
     tok: Annotated[
         Path | None,
-        typer.Option(help="The vocabulary's folder. Default: K3_TOK_FILES, else MODEL_DIR.", show_default=False),
+        typer.Option(help="The vocabulary's folder. Default: K3_TOK_FILES, else MODEL_DIR."),
     ] = None,
     config: Config = None,
     layers: Annotated[
         int | None,
-        typer.Option(parser=whole_number, metavar="N", help="Run only the first so many layers.", show_default=False),
+        number_option("Run only the first so many layers."),
     ] = None,
     stages: StagesWish = None,
     expert_shards: ExpertShardsWish = None,
     threads: Annotated[
         int | None,
-        typer.Option(
-            parser=whole_number,
-            metavar="N",
-            help="Threads of all processes together. Default: OMP_NUM_THREADS, else the physical cores allowed.",
-            show_default=False,
-        ),
+        number_option("Threads of all processes together. Default: OMP_NUM_THREADS, else the physical cores allowed."),
     ] = None,
     incremental: Annotated[
         bool, typer.Option(help="Keep state between tokens, or run the whole sequence for each (same bits).")
     ] = True,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-message id.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the run as JSON to this file.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the run as JSON to this file.")] = None,
     dump_logits: Annotated[
-        Path | None, typer.Option(help="Write the first step's logits, float32, to this file.", show_default=False)
+        Path | None, typer.Option(help="Write the first step's logits, float32, to this file.")
     ] = None,
     dump_cache_trace: Annotated[
         Path | None,
-        typer.Option(help="Write the expert requests, for simulate-cache, into this folder.", show_default=False),
+        typer.Option(help="Write the expert requests, for simulate-cache, into this folder."),
     ] = None,
     tape: Tape = None,
     mirror: Annotated[
         list[Path] | None,
-        typer.Option(help="A copy of the checkpoint, for an expert that cannot be read.", show_default=False),
+        typer.Option(help="A copy of the checkpoint, for an expert that cannot be read."),
     ] = None,
     memory: Memory = None,
     preset: Preset = None,
@@ -78,22 +69,20 @@ def generate(
     cache_gb: CacheGb = None,
     load_state: Annotated[
         Path | None,
-        typer.Option(help="Go on with the sequence saved in this file; a prompt comes after it.", show_default=False),
+        typer.Option(help="Go on with the sequence saved in this file; a prompt comes after it."),
     ] = None,
     save_state: Annotated[
         Path | None,
-        typer.Option(help="Save the sequence and its state to this file, also at Ctrl-C.", show_default=False),
+        typer.Option(help="Save the sequence and its state to this file, also at Ctrl-C."),
     ] = None,
     snapshot_every: Annotated[
         int,
-        typer.Option(parser=whole_number, metavar="N", help="Steps between snapshots, against deaths; 0: none."),
+        number_option("Steps between snapshots, against deaths; 0: none."),
     ] = 64,
-    max_recoveries: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help="How often processes that died may be replaced.")
-    ] = 3,
+    max_recoveries: Annotated[int, number_option("How often processes that died may be replaced.")] = 3,
     plan: Annotated[
         Path | None,
-        typer.Option(help="Who gets what on which node: what k3ray plan --out wrote.", show_default=False),
+        typer.Option(help="Who gets what on which node: what k3ray plan --out wrote."),
     ] = None,
     roots: Roots = None,
     list_presets: Annotated[
@@ -132,22 +121,18 @@ def selfcheck(model_dir: ModelDir = None, json: Json = False) -> None:
 
 
 def make_checkpoint(
-    out: Annotated[Path, typer.Argument(help="The folder to make; it must not exist, or be empty.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist, or be empty.")],
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A width, like hidden_size=256; may be given again.", show_default=False),
+        typer.Option("--set", help="A width, like hidden_size=256; may be given again."),
     ] = None,
     released: Annotated[bool, typer.Option("--released", help="Begin from the released widths.")] = False,
-    layers: Annotated[
-        int | None, typer.Option(parser=whole_number, metavar="N", help="How many layers.", show_default=False)
-    ] = None,
+    layers: Annotated[int | None, number_option("How many layers.")] = None,
     experts: Annotated[
         int | None,
-        typer.Option(parser=whole_number, metavar="N", help="How many routed experts a layer.", show_default=False),
+        number_option("How many routed experts a layer."),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help="The same seed makes the same bytes.")
-    ] = 0,
+    seed: Annotated[int, number_option("The same seed makes the same bytes.")] = 0,
 ) -> None:
     """Write a seeded synthetic checkpoint of any widths in the released format."""
     from k3ray.commands.make_checkpoint import run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,11 @@ def whole_number(text: str) -> int:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"found {text!r}, expected a whole number") from None
+
+
+def number_option(text: str, metavar: str = "N") -> Any:
+    """Return an option that takes a whole number; text: its help."""
+    return typer.Option(parser=whole_number, metavar=metavar, help=text)
 
 
 def note_wish(context: typer.Context, option: typer.CallbackParam, value: str | None) -> str | None:
@@ -32,55 +37,41 @@ def wishes_of(context: typer.Context) -> tuple[tuple[str, str], ...]:
 
 ModelDir = Annotated[
     Path | None,
-    typer.Argument(help="The checkpoint's folder. Default: K3_MODEL_DIR, else the embedded model.", show_default=False),
+    typer.Argument(
+        metavar="MODEL_DIR", help="The checkpoint's folder. Default: K3_MODEL_DIR, else the embedded model."
+    ),
 ]
-Config = Annotated[Path | None, typer.Option(help="A config.json elsewhere than in MODEL_DIR.", show_default=False)]
-Tape = Annotated[Path | None, typer.Option(help="What k3ray pack wrote, to stream the trunk from.", show_default=False)]
-Stages = Annotated[int, typer.Option(parser=whole_number, metavar="N", help="Processes that share the layers.")]
+Config = Annotated[Path | None, typer.Option(help="A config.json elsewhere than in MODEL_DIR.")]
+Tape = Annotated[Path | None, typer.Option(help="What k3ray pack wrote, to stream the trunk from.")]
+Stages = Annotated[int, number_option("Processes that share the layers.")]
 ExpertShards = Annotated[
     int,
-    typer.Option(
-        parser=whole_number, metavar="N", help="Processes that hold the routed experts; 0: the stages hold them."
-    ),
+    number_option("Processes that hold the routed experts; 0: the stages hold them."),
 ]
 StagesWish = Annotated[
     int | None,
-    typer.Option(
-        parser=whole_number,
-        metavar="N",
-        help="Processes that share the layers. Default: 1; in a cluster one each node.",
-        show_default=False,
-    ),
+    number_option("Processes that share the layers. Default: 1; in a cluster as in k3ray plan."),
 ]
 ExpertShardsWish = Annotated[
     int | None,
-    typer.Option(
-        parser=whole_number,
-        metavar="N",
-        help="Processes that hold the routed experts; 0: the stages hold them. Default: 0; in a cluster one each node.",
-        show_default=False,
+    number_option(
+        "Processes that hold the routed experts; 0: the stages hold them. Default: 0; in a cluster as in k3ray plan."
     ),
 ]
 Roots = Annotated[
     Path | None,
-    typer.Option(help="A TOML file: which folders of which node hold model and tape.", show_default=False),
+    typer.Option(help="A TOML file: which folders of which node hold model and tape."),
 ]
 Memory = Annotated[
-    str | None, typer.Option(callback=note_wish, help="Memory of all processes here, like 24G.", show_default=False)
+    str | None, typer.Option(callback=note_wish, help="Memory of all our processes on a machine, like 24G.")
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(
-        callback=note_wish,
-        help="Memory by name: ultra, laptop, desktop, workstation, server, max, auto.",
-        show_default=False,
-    ),
+    typer.Option(callback=note_wish, help="Memory by name: ultra, laptop, desktop, workstation, server, max, auto."),
 ]
 TrunkGb = Annotated[
     str | None,
-    typer.Option(callback=note_wish, help="Gigabytes of trunk to keep in memory, or auto.", show_default=False),
+    typer.Option(callback=note_wish, help="Gigabytes of trunk to keep in memory, or auto."),
 ]
-CacheGb = Annotated[
-    str | None, typer.Option(callback=note_wish, help="Gigabytes of experts to keep in memory.", show_default=False)
-]
+CacheGb = Annotated[str | None, typer.Option(callback=note_wish, help="Gigabytes of experts to keep in memory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

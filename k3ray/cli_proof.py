@@ -7,16 +7,14 @@ from typing import Annotated
 
 import typer
 
-from k3ray.cli_options import Config, Json, ModelDir, whole_number
+from k3ray.cli_options import Config, Json, ModelDir, number_option
 
 
 def conform(
     model_dir: ModelDir = None,
     layer: Annotated[
         list[int] | None,
-        typer.Option(
-            parser=whole_number, metavar="N", help="Only this layer, from 0; may be given again.", show_default=False
-        ),
+        number_option("Only this layer, from 0; may be given again."),
     ] = None,
     every_layer: Annotated[bool, typer.Option("--all", help="All layers; so it is without --layer, too.")] = False,
     inputs: Annotated[
@@ -25,28 +23,22 @@ def conform(
     ] = "random",
     ids: Annotated[
         str | None,
-        typer.Option(help="Run these token ids through the whole model too, up to logits.", show_default=False),
+        typer.Option(help="Run these token ids through the whole model too, up to logits."),
     ] = None,
-    tokens: Annotated[
-        int, typer.Option(parser=whole_number, metavar="T", help="Random tokens a layer, 1 to 512.")
-    ] = 12,
-    seed: Annotated[int, typer.Option(parser=whole_number, metavar="S", help="Of the random inputs.")] = 0,
+    tokens: Annotated[int, number_option("Random tokens a layer, 1 to 512.")] = 12,
+    seed: Annotated[int, number_option("Of the random inputs.")] = 0,
     precision: Annotated[str, typer.Option(help="The reference's arithmetic: float64 or float32.")] = "float64",
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Largest relative error of a layer. Default: by precision.", show_default=False),
+        typer.Option(help="Largest relative error of a layer. Default: by precision."),
     ] = None,
     reference: Annotated[
         Path | None,
-        typer.Option(help="The PyTorch reference's folder. Default: this source tree's.", show_default=False),
+        typer.Option(help="The PyTorch reference's folder. Default: this source tree's."),
     ] = None,
     config: Config = None,
-    save_inputs: Annotated[
-        Path | None, typer.Option(help="Save what entered each layer for --ids, as .npz.", show_default=False)
-    ] = None,
-    log: Annotated[
-        Path | None, typer.Option(help="Write every array's errors to this file.", show_default=False)
-    ] = None,
+    save_inputs: Annotated[Path | None, typer.Option(help="Save what entered each layer for --ids, as .npz.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Write every array's errors to this file.")] = None,
     json: Json = False,
 ) -> None:
     """Compare each layer, and a whole prompt, with a PyTorch reference written from the formulas alone."""
@@ -61,15 +53,15 @@ def conform(
 
 
 def compare_logits(
-    a: Annotated[str, typer.Argument(help="Logits: raw float32 (--dump-logits), .npy, .json, FILE.npz:ARRAY.")],
-    b: Annotated[str, typer.Argument(help="The logits to compare with them.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="Logits: raw float32 (--dump-logits), .npy, .json, FILE.npz:ARRAY.")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The logits to compare with them.")],
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Largest difference of two logits. Default: equal bits.", show_default=False),
+        typer.Option(help="Largest difference of two logits. Default: equal bits."),
     ] = None,
-    max_kl: Annotated[
-        float | None, typer.Option(help="Largest divergence, in nats, either way.", show_default=False)
-    ] = None,
+    max_kl: Annotated[float | None, typer.Option(help="Largest divergence, in nats, either way.")] = None,
     json: Json = False,
 ) -> None:
     """Say how far two files of logits are from each other."""
@@ -82,21 +74,18 @@ def audit(
     source: Annotated[
         str | None,
         typer.Argument(
+            metavar="SOURCE",
             help="A checkpoint's folder (config and index are enough), or its http(s) address, read by ranges only: "
             "https://huggingface.co/OWNER/NAME/resolve/COMMIT. Default: K3_MODEL_DIR, else the embedded model.",
-            show_default=False,
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the snapshot as JSON.", show_default=False)] = None,
-    page: Annotated[
-        Path | None, typer.Option(help="Write the snapshot as one self-contained HTML page.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the snapshot as JSON.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write the snapshot as one self-contained HTML page.")] = None,
     layers: Annotated[
         str | None,
         typer.Option(
             help="Layers whose small tensors are read, from 0: 0-3,17 or all. Default: 1, 2, the middle and the last; "
-            "over http no more than 1 % of the files.",
-            show_default=False,
+            "over http no more than 1 % of the files."
         ),
     ] = None,
     probe: Annotated[bool, typer.Option(help="Send synthetic inputs through the routers that were read.")] = True,
