@@ -63,6 +63,10 @@ class ClusterView(Protocol):
         """Return the bytes that the cluster still gives to actors, by node id."""
         ...
 
+    def hold_memory(self, node_id: str, nbytes: int) -> None:
+        """Have the cluster count bytes of a node, which no actor takes, as this run's; does not wait."""
+        ...
+
     def look_at(self, node_ids: Collection[str]) -> Sequence[NodeFacts]:
         """Return the facts of nodes that can take part: the same versions, the same model."""
         ...
@@ -98,6 +102,7 @@ class LivingNodes:
             node.node_id: run.placement.nodes[number].budget_bytes - run.placement.node_bytes(number)
             for number, node in enumerate(run.nodes)
         }  # what is left of it: the moves come off
+        self._once: dict[str, int] = {}  # what nodes that joined need once, until that is held there
         self._silent: dict[str, float] = {}  # when a node was found not to answer
         self._head_answered = clock()
         self._head_asked = clock()
@@ -129,17 +134,18 @@ class LivingNodes:
         if self._view.own_id in left:
             raise NoRoom(f"{', '.join(map(str, sorted(lost)))}: this host itself is not reachable any more")
         for facts in self._view.look_at([node for node in self._view.alive() if node not in self._facts]):
-            self._facts[facts.node_id] = facts
-            self._budget[facts.node_id] = self._new_budget(facts)
+            self._add(facts)
         declared = self._view.memory_left()
         rooms = [
-            self._room(facts, min(self._budget[node], declared.get(node, self._budget[node])))
+            self._room(facts, self._free(node, declared.get(node)))
             for node, facts in self._facts.items()
             if node not in left and self._reaches(node)
         ]
         moves = relocate([self._part(actor) for actor in sorted(lost)], rooms, self._run.costs)
         for move in moves.values():
             self._budget[move.node_id] -= move.planned_bytes
+            if once_bytes := self._once.pop(move.node_id, 0):
+                self._view.hold_memory(move.node_id, once_bytes)
         return {actor: self._spec(move) for actor, move in moves.items()}
 
     def check_own(self) -> None:
@@ -177,11 +183,19 @@ class LivingNodes:
             self._silent[node] = self._clock()
         return found
 
-    def _new_budget(self, facts: NodeFacts) -> int:
-        """What a node that has joined can take, after what it needs once."""
+    def _add(self, facts: NodeFacts) -> None:
+        """A node that has joined: what it can take, after what it needs once."""
         (seat, *_), (budget, *_) = make_seats([replace(facts, driver=False)], ClusterWishes(seats=1))
-        once = self._run.costs.node_parts(replace(seat, driver=False))
-        return budget - sum(once.values())
+        once_bytes = sum(self._run.costs.node_parts(replace(seat, driver=False)).values())
+        self._facts[facts.node_id] = facts
+        self._budget[facts.node_id] = budget - once_bytes
+        self._once[facts.node_id] = once_bytes
+
+    def _free(self, node: str, declared_bytes: int | None) -> int:
+        """Of the node's budget, no more than the cluster still gives there (None: it does not say)."""
+        if declared_bytes is None:
+            return self._budget[node]
+        return min(self._budget[node], declared_bytes - self._once.get(node, 0))
 
     def _room(self, facts: NodeFacts, free_bytes: int) -> Room:
         tape = _tape(facts, self._run.placement.chunk_bytes) is not None

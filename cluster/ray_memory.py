@@ -1,4 +1,4 @@
-"""What Ray still has to give of each node's memory, and actors that wait for it: never in silence.
+"""What Ray still has to give of each node's memory, what a run has it hold, and waiting for it: never in silence.
 
 Ray counts what runs have declared, not what is used; a run that does not fit would wait until another one ends.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group
 
 from k3ray.cluster.actor_calls import ActorLost
 from k3ray.cluster.budget_plan import gigabytes
@@ -18,6 +19,8 @@ from k3ray.cluster.machine import MemoryLimits, memory_limits
 from k3ray.workers.failure import Failure
 
 MEMORY = "memory"
+NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
+SHARED = "the driver with what its processes share"
 RAY_DECIDES = "Ray: its --memory, less what runs hold"
 START_S = 180.0  # a process has to begin and import everything, on a machine that may be busy
 LOOK_S = 2.0
@@ -43,6 +46,20 @@ def limits_within_ray(node_id: str) -> MemoryLimits:
     return MemoryLimits(left, RAY_DECIDES, limits.machine_bytes)
 
 
+def hold_memory(nbytes_of: Mapping[str, int], node_names: Callable[[str], str] = str) -> None:
+    """Have Ray count bytes of nodes, by their ids, as this run's until its job ends, however it ends.
+
+    For what is no actor's: the driver, and what is on a node once. Raises MemoryTaken, as await_started.
+    """
+    asked = {reserve(node, nbytes): (SHARED, node, nbytes) for node, nbytes in nbytes_of.items() if nbytes}
+    await_started(asked, node_names, wait=_wait_granted)
+
+
+def reserve(node_id: str, nbytes: int) -> PlacementGroup:
+    """Ask Ray for bytes of that node and no other, without waiting. No process is started for it."""
+    return placement_group([{MEMORY: nbytes}], bundle_label_selector=[{NODE_LABEL: node_id}])
+
+
 def await_started(
     starting: Mapping[Any, tuple[str, str | None, int | None]],
     node_names: Callable[[str], str] = str,
@@ -51,6 +68,8 @@ def await_started(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Wait until all of these first calls are answered. starting: ref -> (the actor's name, its node, its bytes).
+
+    wait: as ray.wait; another one for what is no call.
 
     Raises MemoryTaken as soon as Ray has too little memory for one that does not start, and ActorLost after START_S.
     What an answer raises is left to whoever asks for it.
@@ -85,3 +104,10 @@ def _lacking(
 def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
     done, waiting = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
     return done, waiting
+
+
+def _wait_granted(groups: list[PlacementGroup], timeout_s: float) -> tuple[list[Any], list[Any]]:
+    ends = time.monotonic() + timeout_s
+    granted = [group.wait(round(max(0.0, ends - time.monotonic()))) for group in groups]
+    pairs = list(zip(groups, granted, strict=True))
+    return [group for group, there in pairs if there], [group for group, there in pairs if not there]

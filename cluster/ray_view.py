@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from k3ray.cluster.node_survey import survey
-from k3ray.cluster.ray_memory import memory_left
+from k3ray.cluster.ray_memory import memory_left, reserve
 from k3ray.cluster.roots_file import RootsMap
 from k3ray.cluster.topology import NodeFacts, can_join
 from k3ray.workers.actors import versions
@@ -60,6 +60,10 @@ class RayView:
     def memory_left(self) -> Mapping[str, int]:
         """Return the bytes that Ray still gives to actors, by node id."""
         return memory_left()
+
+    def hold_memory(self, node_id: str, nbytes: int) -> None:
+        """Have Ray count bytes of a node as this run's, as soon as it has them."""
+        reserve(node_id, nbytes)
 
     def look_at(self, node_ids: Collection[str]) -> Sequence[NodeFacts]:
         """Return the facts of those of the nodes that can take part."""

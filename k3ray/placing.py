@@ -65,6 +65,12 @@ class Placed:
         """By Ray's id."""
         return {node.node_id: node.name for node in self.nodes}
 
+    @property
+    def once_bytes(self) -> dict[str, int]:
+        """What no actor takes on each node, the driver too, by Ray's id."""
+        parts = zip(self.nodes, self.placement.nodes, strict=True)
+        return {node.node_id: sum(planned.parts.values()) for node, planned in parts}
+
 
 def cluster_wish(
     config: ModelConfig,

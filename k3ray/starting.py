@@ -19,7 +19,7 @@ from k3ray.cluster.placed_budget import PlacedBudget
 from k3ray.cluster.plan import Plan
 from k3ray.cluster.processes import ProcessMemory
 from k3ray.cluster.ray_join import chosen_address
-from k3ray.cluster.ray_memory import limits_within_ray
+from k3ray.cluster.ray_memory import hold_memory, limits_within_ray
 from k3ray.cluster.ray_runtime import RayRuntime, RaySettings, ray_runtime
 from k3ray.cluster.ray_view import RayView
 from k3ray.cluster.recovering_chain import RecoveringChain
@@ -142,6 +142,8 @@ def start_run(request: RunRequest, positions: int, running: ExitStack, say: Say)
         say(line)
     if runtime is None:
         runtime = _connect(request, plan.num_processes, running, say)
+    else:
+        _hold_shared(budget, runtime, placed)
     memory, actors, watch = _start(plan, runtime, placed, running, say)
     homes = _homes(request, placed, runtime, actors) if placed is not None and not runtime.started else None
 
@@ -172,6 +174,17 @@ def _connect(request: RunRequest, workers: int, running: ExitStack, say: Say) ->
     runtime = running.enter_context(ray_runtime(RaySettings(request.address, workers=workers)))
     say(runtime.describe())
     return runtime
+
+
+def _hold_shared(own: BudgetPlan | PlacedBudget, runtime: RayRuntime, placed: Placed | None) -> None:
+    """Tell Ray of what no actor takes, the driver and what is on a node once. own: of this host, where placed is None.
+
+    Raises MemoryTaken.
+    """
+    if placed is not None:
+        hold_memory(placed.once_bytes, placed.node_names.__getitem__)
+    elif isinstance(own, BudgetPlan):
+        hold_memory({runtime.node_id: sum(own.host_parts.values())})
 
 
 def _start(

@@ -64,6 +64,8 @@ class View:
         self.dead: set[str] = set()
         self.believed: set[str] = set()  # dead ones of which the cluster does not know yet
         self.head_is_silent = False
+        self.left: dict[str, int] = {}  # what the cluster gives, where it says so
+        self.held: list[tuple[str, int]] = []
 
     def alive(self) -> Collection[str]:
         return [node for node in self.nodes if node not in self.dead - self.believed]
@@ -75,7 +77,10 @@ class View:
         return "the head" if self.head_is_silent else ""
 
     def memory_left(self) -> Mapping[str, int]:
-        return {}
+        return self.left
+
+    def hold_memory(self, node_id: str, nbytes: int) -> None:
+        self.held.append((node_id, nbytes))
 
     def look_at(self, node_ids: Collection[str]) -> Sequence[NodeFacts]:
         return [self.nodes[node] for node in node_ids if node not in self.dead]
@@ -205,6 +210,29 @@ def test_a_node_that_joined_in_the_middle_is_used(k3b_dir: Path, expected: str) 
     actors.moments["stage 1", "apply", 6] = strike
     assert hash_on(Driver(chain, CHUNK)) == expected
     assert {actors.plan.stages[1].node_id, actors.plan.shards[1].node_id} == {"d"}
+    once = sum(tight.nodes[1].parts.values())  # as on b, which has no driver either
+    assert view.held == [("d", once)]
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_node_that_joined_has_room_for_what_it_needs_once_too(k3b_dir: Path, lacking: int) -> None:
+    tight = start(k3b_dir)[3]._run.placement
+    budget = max(tight.node_bytes(number) for number in range(3)) + 1_000_000
+    _, view, _, homes = start(k3b_dir, budget=budget)
+    lost = {ActorId("stage", 1), ActorId("shard", 1)}
+    view.nodes["d"] = facts("d", k3b_dir)
+    view.dead.add("b")
+    moved = homes.find_new(lost)
+    least = sum(spec.memory_bytes or 0 for spec in moved.values()) + sum(tight.nodes[1].parts.values())
+    _, view, _, homes = start(k3b_dir, budget=budget)
+    view.nodes["d"] = facts("d", k3b_dir)
+    view.dead.add("b")
+    view.left = {"d": least - lacking}
+    again = homes.find_new(lost)
+    assert {spec.node_id for spec in again.values()} == {"d"}
+    assert (again == moved) == (not lacking)  # a byte less is a slot less, never a node over what the cluster gives
+    if lacking:
+        assert sum(spec.memory_bytes or 0 for spec in again.values()) < least - sum(tight.nodes[1].parts.values())
 
 
 def test_nowhere_to_go_ends_with_the_arithmetic(k3b_dir: Path) -> None:
