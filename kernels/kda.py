@@ -128,17 +128,23 @@ def recurrence(
     alpha (tokens, H*d) f32 of `decay`; beta_logits (tokens, H) f32 -> o (tokens, H*d) f32, which reads the state
     already updated. ValueError when the shapes do not fit.
     """
+    out = np.empty(output_shape(state, q, k, v, alpha, beta_logits), np.float32)
+    heads, width, _ = state.shape
+    pool.run(_recurrence, heads, state, q, k, v, alpha, beta_logits, 1.0 / math.sqrt(width), out)
+    return out
+
+
+def output_shape(state: Floats, q: Floats, k: Floats, v: Floats, alpha: Floats, beta_logits: Floats) -> tuple[int, int]:
+    """(tokens, H*d) of what `recurrence` gives for these; ValueError when they do not fit together."""
     heads, width, columns = state.shape
     shape = (v.shape[0], heads * width)
     fits = columns == width and beta_logits.shape == (shape[0], heads)
     if not (fits and q.shape == shape and k.shape == shape and v.shape == shape and alpha.shape == shape):
         raise ValueError(
-            f"recurrence: state {state.shape}, q {q.shape}, k {k.shape}, v {v.shape}, alpha {alpha.shape} "
+            f"KDA: state {state.shape}, q {q.shape}, k {k.shape}, v {v.shape}, alpha {alpha.shape} "
             f"and beta {beta_logits.shape} do not fit"
         )
-    out = np.empty(shape, np.float32)
-    pool.run(_recurrence, heads, state, q, k, v, alpha, beta_logits, 1.0 / math.sqrt(width), out)
-    return out
+    return shape
 
 
 @kernel(

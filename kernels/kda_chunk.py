@@ -12,7 +12,7 @@ import numpy.typing as npt
 from numba import types
 
 from k3ray.kernels.compile import inlined, kernel, readable, writable
-from k3ray.kernels.kda import L2_EPS
+from k3ray.kernels.kda import L2_EPS, output_shape
 from k3ray.kernels.lanes import lane_dot
 from k3ray.kernels.simd import fma
 from k3ray.kernels.threads import RowPool
@@ -180,14 +180,9 @@ def chunked(
     (tokens, H) f32 -> o (tokens, H*d) f32. Its own difference: the state is rounded once for all tokens, not once a
     position. alpha as `kda.decay` gives it, above zero. ValueError when the shapes do not fit.
     """
-    heads, width, columns = state.shape
-    shape = (v.shape[0], heads * width)
-    fits = columns == width and chunk > 0 and beta_logits.shape == (shape[0], heads)
-    if not (fits and q.shape == shape and k.shape == shape and v.shape == shape and alpha.shape == shape):
-        raise ValueError(
-            f"chunked: state {state.shape}, q {q.shape}, k {k.shape}, v {v.shape}, alpha {alpha.shape}, "
-            f"beta {beta_logits.shape} and chunks of {chunk} do not fit"
-        )
-    out = np.empty(shape, np.float32)
+    if chunk < 1:
+        raise ValueError(f"KDA in chunks of {chunk} positions: expected at least one")
+    out = np.empty(output_shape(state, q, k, v, alpha, beta_logits), np.float32)
+    heads, width, _ = state.shape
     pool.run(_chunks, heads, state, q, k, v, alpha, beta_logits, 1.0 / math.sqrt(width), chunk, out)
     return out

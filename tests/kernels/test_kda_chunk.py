@@ -130,5 +130,5 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         for wrong in (replace(inputs, beta_logits=inputs.beta_logits[:, :1].copy()), replace(inputs, q=inputs.q[:1])):
             with pytest.raises(ValueError, match="do not fit"):
                 chunked(wrong.state, wrong.q, wrong.k, wrong.v, wrong.alpha, wrong.beta_logits, pool)
-        with pytest.raises(ValueError, match="do not fit"):
+        with pytest.raises(ValueError, match="at least one"):
             chunked(inputs.state, inputs.q, inputs.k, inputs.v, inputs.alpha, inputs.beta_logits, pool, 0)
