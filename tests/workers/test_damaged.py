@@ -52,7 +52,7 @@ def forward(chain: InProcessChain) -> None:
 
 
 @pytest.mark.parametrize(("name", "contents", "reason"), [
-    ("language_model.model.embed_tokens.weight", BF16_INFINITY, "layer 0 .*, position 1"),
+    ("language_model.model.embed_tokens.weight", BF16_INFINITY, r"layer 0 \(embedding\), position 1"),
     (f"{LAYER}block_sparse_moe.gate.weight", BF16_NAN, r"layer 2 \(MoE\), position 0: .* block_sparse_moe.gate.weight"),
     (f"{LAYER}block_sparse_moe.routed_expert_down_proj.weight", BF16_NAN, r"layer 2 \(MoE\), position 0"),
     ("language_model.lm_head.weight", BF16_NAN, r"layer 9 \(logits\), position 2: .* lm_head.weight"),

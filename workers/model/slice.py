@@ -173,7 +173,6 @@ class Slice:
         with finite_or_named(kind, layer, frame.positions):
             a = self._attend(weights, segments, frame, normed)
         observe("attn_out", layer, a)
-        self._check(kind, layer, frame.positions, a)
         prefix = a if begins_block else prefix + a
         h = attnres.mix(blocks, prefix, weights.mlp_fold, eps)
         observe("mlp_in", layer, h)
