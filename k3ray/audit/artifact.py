@@ -52,7 +52,8 @@ class Artifact:
     """One checkpoint as it was found.
 
     root: config.json's object. stated: the index file, None without one. index: from the headers, or of names alone.
-    missing: shards that the index names and nobody has. unbound: why the text model cannot be bound, "" when it can.
+    header_bytes: of each shard, its length field included; empty where names are all. missing: shards that the index
+    names and nobody has. unbound: why the text model cannot be bound, "" when it can.
     """
 
     files: SourceFiles
@@ -60,6 +61,7 @@ class Artifact:
     root: dict[str, Any]
     stated: IndexFile | None
     index: TensorIndex
+    header_bytes: dict[str, int]
     prefix: str
     missing: tuple[str, ...]
     binding: Binding | None
@@ -101,8 +103,9 @@ def open_artifact(files: SourceFiles, progress: Progress = lambda done, total: N
         index_path = next((place / name for name in INDEX_NAMES if _stage(files, place, name, MAX_INDEX_BYTES)), None)
         stated = read_index_file(index_path) if index_path else None
         shards = files.shard_names(stated.shard_names if stated else ())
+        header_bytes: dict[str, int] = {}
         if shards:
-            index = _read_index(files, place, shards, progress)
+            index, header_bytes = _read_index(files, place, shards, progress)
         elif index_path is not None and files.kind == "config and index only":
             _stage(files, place, PUBLISHED_SIZES, MAX_CONFIG_BYTES)
             index = build_names(place, index_path)
@@ -114,7 +117,7 @@ def open_artifact(files: SourceFiles, progress: Progress = lambda done, total: N
         missing = tuple(sorted(set(stated.shard_names) - set(shards))) if stated and shards else ()
         root: dict[str, Any] = json.loads(config_text)
         unbound = unbound.replace(str(place), files.address)
-    return Artifact(files, config, root, stated, index, prefix, missing, binding, unbound)
+    return Artifact(files, config, root, stated, index, header_bytes, prefix, missing, binding, unbound)
 
 
 def _bind(config: ModelConfig, index: TensorIndex) -> tuple[Binding | None, str]:
@@ -149,20 +152,26 @@ def files_at_once(files: SourceFiles) -> int:
     return FILES_AT_ONCE if files.kind == "http" else 1
 
 
-def _read_index(files: SourceFiles, place: Path, shards: tuple[str, ...], progress: Progress) -> TensorIndex:
-    """The index of every shard's header, read from its file by ranges."""
+def _read_index(
+    files: SourceFiles, place: Path, shards: tuple[str, ...], progress: Progress
+) -> tuple[TensorIndex, dict[str, int]]:
+    """The index of every shard's header, read from its file by ranges, and the bytes of each header."""
     headers: dict[str, ShardHeader] = {}
-    for header in read_each([partial(read_header, files, place / name) for name in shards], files_at_once(files)):
-        headers[header.path.name] = header
+    lengths: dict[str, int] = {}
+    reads = read_each([partial(read_header, files, place / name) for name in shards], files_at_once(files))
+    for header, length in reads:
+        headers[header.path.name], lengths[header.path.name] = header, length
         progress(len(headers), len(shards))
     listed = tuple(Shard(name, headers[name].file_bytes, 0) for name in shards)
-    return build_index(ShardFiles(place, listed, None, ""), read=lambda path: headers[path.name])
+    return build_index(ShardFiles(place, listed, None, ""), read=lambda path: headers[path.name]), lengths
 
 
-def read_header(files: SourceFiles, path: Path) -> ShardHeader:
-    """A shard's header by two ranges, its length and its JSON, proven against the file's size; raises HeaderError."""
+def read_header(files: SourceFiles, path: Path) -> tuple[ShardHeader, int]:
+    """A shard's header by two ranges, its length and its JSON, proven against the file's size, and the bytes of both;
+    raises HeaderError.
+    """
     length_bytes = files.read(path.name, 0, LENGTH_BYTES)
     size = files.ledger.size(path.name) or 0
     length = header_length(path, length_bytes, size)
     text = files.read(path.name, LENGTH_BYTES, LENGTH_BYTES + length)
-    return parse_header(text, path, size, LENGTH_BYTES + length)
+    return parse_header(text, path, size, LENGTH_BYTES + length), LENGTH_BYTES + length

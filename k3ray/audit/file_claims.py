@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,8 @@ from k3ray.workers.checkpoint.header_json import show_name
 from k3ray.workers.checkpoint.index_file import IndexFile
 from k3ray.workers.checkpoint.index_table import TensorIndex
 from k3ray.workers.checkpoint.names import Keys, NameTable, numbers_of
+from k3ray.workers.model.config_document import KDA, TEXT
+from k3ray.workers.model.config_rules import RELEASED
 
 _CHUNK = 1 << 16  # names turned into keys at a time, which bounds the temporaries
 _LEAST_HEADER = 8 + 2  # its length, and {}
@@ -29,19 +32,25 @@ def file_statements(artifact: Artifact, rules: Rules, rows: Sequence[KindRow]) -
         found.append(_present(artifact, stated))
         found.append(_places(artifact.index, stated))
     if artifact.index.has_shapes:
-        shards = len(artifact.index.shards)
-        what = f"{shards} of {shards}"
-        subject = "shards whose tensors fill the file behind the header without gap or overlap"
-        found.append(compared("files.headers", "tensors", "O", subject, what, what, "every header and file size"))
+        found.append(_filled(artifact))
     elif artifact.total_bytes is not None:
         found.append(_header_room(artifact, rules, artifact.total_bytes))
     return found
 
 
 def _config(artifact: Artifact) -> Statement:
-    subject = "fields that select the model: activations, gates, routing groups, MXFP4 in groups of 32"
-    same = "the released values"
-    return compared("files.config", "tensors", "O", subject, same, same, "config.json, every field read strictly")
+    """The fields that select the model, as they stand in config.json, beside the released values."""
+    found, expected = [], []
+    text = artifact.root.get(TEXT, artifact.root)
+    for key, kda, released in RELEASED:
+        places = [text.get(KDA, {}), artifact.root.get(KDA, {})] * kda + [text, artifact.root]
+        found.append(f"{key} {json.dumps(next((place[key] for place in places if key in place), None))}")
+        expected.append(f"{key} {json.dumps(released)}")
+    subject = "fields that select the model"
+    source = (
+        "config.json; another value would have ended the audit, as would experts that are not MXFP4 in groups of 32"
+    )
+    return compared("files.config", "tensors", "O", subject, ", ".join(found), ", ".join(expected), source)
 
 
 def _total(artifact: Artifact, rows: Sequence[KindRow]) -> list[Statement]:
@@ -65,10 +74,30 @@ def _total(artifact: Artifact, rows: Sequence[KindRow]) -> list[Statement]:
     files = artifact.total_bytes
     if files is not None:
         shards = len(artifact.index.shards)
-        text = f"{number(files)} in {shards} shards" + (f": headers {number(files - total)}" if known else "")
         source = "the files' sizes" if by_headers else "the published sizes beside the index"
+        text = f"{number(files)} in {shards} shards"
         found.append(said("files.bytes", "tensors", "O", "bytes of the shard files", text, source))
+        if known and not artifact.missing:
+            source += ", less the tensors' bytes"
+            text = number(files - total)
+            found.append(said("files.header_bytes", "tensors", "D", "bytes of the shards' headers", text, source))
     return found
+
+
+def _filled(artifact: Artifact) -> Statement:
+    """Whether each file is its header and its tensors' bytes, added up here once more from the index."""
+    index = artifact.index
+    sizes = np.array([kind.nbytes for kind in index.kinds], dtype=np.int64)
+    tensors = np.zeros(len(index.shards), dtype=np.int64)
+    np.add.at(tensors, index.columns.shard_ids, sizes[index.columns.kind_ids])
+    full = sum(
+        shard.file_bytes == artifact.header_bytes[shard.name] + held
+        for shard, held in zip(index.shards, tensors.tolist(), strict=True)
+    )
+    shards = len(index.shards)
+    subject = "shards that are as long as their header and their tensors"
+    source = "every header and file size; a gap or an overlap would have ended the audit"
+    return compared("files.headers", "tensors", "O", subject, f"{full} of {shards}", f"{shards} of {shards}", source)
 
 
 def _present(artifact: Artifact, stated: IndexFile) -> Statement:

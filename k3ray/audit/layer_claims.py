@@ -27,6 +27,7 @@ def layer_statements(artifact: Artifact, rows: Sequence[LayerRow]) -> list[State
         _blocks(artifact),
         _tensors(artifact, rows),
         _shards(artifact, rows),
+        _shards_without_layers(artifact, rows),
     ]
 
 
@@ -116,3 +117,19 @@ def _shards(artifact: Artifact, rows: Sequence[LayerRow]) -> Statement:
     found = f"{len(alone)} of {len(rows)} lie in one shard each; {next_one} of them in the shard numbered layer + 1"
     where = "the headers" if artifact.index.has_shapes else "the index file"
     return said("layers.shards", "layers", "O", "where a layer's tensors lie", found, where)
+
+
+def _shards_without_layers(artifact: Artifact, rows: Sequence[LayerRow]) -> Statement:
+    """What lies in the shards that hold no layer, by the first parts of the names."""
+    index = artifact.index
+    layered = {name for row in rows for name in row.shards}
+    held: dict[str, list[str]] = {}
+    for template in index.templates():
+        start = ".".join(template.removeprefix("language_model.").split(".")[:2]).removesuffix(".weight")
+        for shard in np.unique(index.columns.shard_ids[index.rows_of(template)]).tolist():
+            name = index.shards[shard].name
+            if name not in layered and start not in held.setdefault(name, []):
+                held[name].append(start)
+    found = "; ".join(f"{name}: {', '.join(sorted(starts))}" for name, starts in sorted(held.items()))
+    where = "the headers" if index.has_shapes else "the index file"
+    return said("layers.other_shards", "layers", "O", "what the shards without layers hold", found or "none", where)

@@ -9,6 +9,7 @@ import numpy as np
 from k3ray.audit.artifact import Artifact
 from k3ray.audit.chosen_tensors import Values, show_left_out
 from k3ray.audit.claims import compared, number, ranges, said
+from k3ray.audit.recorded import a_log_readers
 from k3ray.audit.snapshot import KindRow, Statement
 from k3ray.audit.statistics import PERCENTILES
 from k3ray.workers.checkpoint import shapes
@@ -23,6 +24,7 @@ def parameter_statements(artifact: Artifact, rows: Sequence[KindRow], values: Va
         *_a_log_shape(artifact, rows),
         *_a_log_bytes(artifact, rows),
         said("a_log.rule", "parameters", "D", subject, _RULE, "the model's formulas, docs/model.md"),
+        *a_log_readers(),
     ]
     if values is None:
         why = "not read: the shards are not here"
@@ -50,9 +52,9 @@ def _a_log_shape(artifact: Artifact, rows: Sequence[KindRow]) -> list[Statement]
     source = "the headers, config.json, docs/model.md" if by_headers else "the rules, config.json, docs/model.md"
     id = "a_log.shape"
     if by_headers and all(row.shape in ((heads,), (1, 1, heads, 1)) for row in mine):
-        return [
-            compared(id, "parameters", "O", subject, f"{stored}: one a head", f"{stored}: one a head", source, True)
-        ]
+        dtype, shape = mine[0].dtype, list(mine[0].shape)
+        whole = f"{dtype} {shape} in {kda} of {kda} KDA layers"
+        return [compared(id, "parameters", "O", subject, stored, whole, source, True)]
     return [said(id, "parameters", "O" if by_headers else "D", subject, found, source, expected, main=True)]
 
 

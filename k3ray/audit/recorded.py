@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from k3ray.audit.chosen_tensors import DT_BIAS, ROUTER, ROUTER_BIAS
 from k3ray.audit.claims import said
-from k3ray.audit.snapshot import Author, Recorded, Statement, StatisticRow
+from k3ray.audit.snapshot import Author, Letter, Recorded, Statement, StatisticRow
 from k3ray.workers.checkpoint import shapes
 from k3ray.workers.model.config import ModelConfig
 
@@ -17,15 +17,15 @@ RELEASE = "moonshotai/Kimi-K3 at 9f62e4e9fffbd0a83ddd60e1c209d828994b3569"
 _OTHERS: Author = "recorded by others"
 _PREFIX = shapes.RELEASED_PREFIX
 
-# (subject, short name, layer, count, median, p10, p90, minimum, maximum, extra), each to the digits that were recorded
+# (subject, letter, short name, layer, count, median, p10, p90, minimum, maximum, extra), to the digits recorded
 _STATISTICS: tuple[
-    tuple[str, str, int, int, float, float | None, float | None, float, float, dict[str, float]], ...
+    tuple[str, Letter, str, int, int, float, float | None, float | None, float, float, dict[str, float]], ...
 ] = (
-    ("KDA A_log", shapes.A_LOG, 1, 96, -0.1533, -0.5367, 0.0743, -0.7531, 2.4661, {}),
-    ("KDA dt_bias", DT_BIAS, 1, 12_288, -4.6220, -6.4912, -2.5690, -7.8938, 0.1792, {}),
-    ("router correction bias", ROUTER_BIAS, 2, 896, 0.00493, None, None, -0.08442, 0.02861, {}),
+    ("KDA A_log", "O", shapes.A_LOG, 1, 96, -0.1533, -0.5367, 0.0743, -0.7531, 2.4661, {}),
+    ("KDA dt_bias", "O", DT_BIAS, 1, 12_288, -4.6220, -6.4912, -2.5690, -7.8938, 0.1792, {}),
+    ("router correction bias", "O", ROUTER_BIAS, 2, 896, 0.00493, None, None, -0.08442, 0.02861, {}),
     (
-        "router row L2 norm", ROUTER, 2, 896, 5.0364, None, None, 2.6019, 7.0232,
+        "router row L2 norm", "D", ROUTER, 2, 896, 5.0364, None, None, 2.6019, 7.0232,
         {"Pearson with the correction bias": 0.4567},
     ),
 )  # fmt: skip
@@ -33,6 +33,7 @@ _STATISTICS: tuple[
 _C = "kimi-k3-in-c"
 _C1 = f"{_C} v1.0.0"
 _US = "k3ray's authors"
+_LADDER = "2 cores of a virtual Xeon, load 2 to 5; five layers of the released widths, 12.9 GB, streamed from a tape"
 _NVME46 = "its authors' machine, NVMe 4.6 GB/s"
 _NVME32 = "its authors' machine, 124 cores, NVMe 3.2 GB/s"
 _SMALL = "2 cores, AVX2, quiet; a synthetic checkpoint of 1.2 GB: hidden 2048, 8 layers, 64 experts top-8"
@@ -43,6 +44,7 @@ RECORDED = (
     Recorded("the repository", "bytes of the shard files", RELEASE, "1,560,936,091,448", "bytes", "96 shards"),
     Recorded("the repository", "bytes of tensors", RELEASE, "1,560,860,324,864", "bytes", "total_size of its index"),
     Recorded("the repository", "tensor entries", RELEASE, "497,220", "tensors", "118 files in the repository"),
+    Recorded("the model's documentation", "vision tensors", RELEASE, "165", "tensors", "MoonViT-V2, 27 layers"),
     Recorded(f"{_C} v0.1", "time per token with 8.24 GB", _NVME32, "32.69", "s/token", _NOISE),
     Recorded(f"{_C} v0.1", "time per token with 127.92 GB", _NVME32, "10.69", "s/token", _NOISE),
     Recorded(_C1, "time per token with 8 GB", _NVME46, "26.5", "s/token", _NOISE),
@@ -52,6 +54,8 @@ RECORDED = (
     Recorded(_C, "smallest memory", "its authors' machine", "8.2", "GB", "a later preset claims 3 GB"),
     Recorded(_C, "expert bytes read for a prompt of 40 tokens", "its authors' machine", "330.73", "GB",
              "with each expert read once a chunk; 648.76 GB without"),
+    Recorded(_C1, "indexing 497,220 tensors", "its authors' machine", "0.27", "s", ""),
+    Recorded(_C1, "packing the trunk", "its authors' machine", "about 4", "minutes", "108.81 GB"),
     Recorded("the Rust port", "time per token with 8 GiB", "a rented box", "72.47", "s/token",
              "the C engine 74.46 there; logits equal in every byte"),
     Recorded("colibri", "time per token on 64 GB", "its authors' machine", "8.3 falling to 4.9", "s/token",
@@ -64,6 +68,13 @@ RECORDED = (
     Recorded(_US, f"{_C1}: streamed time per token, synthetic model", _SMALL, "0.45 to 0.53", "s/token",
              "at the smallest budget, peak 204 MB"),
     Recorded(_US, f"{_C1}: prompt of 128 ids, synthetic model", _SMALL, "13.0 to 17.2", "s", "2 threads"),
+    Recorded(_US, f"{_C1}: bf16 and MXFP4 kernel on one thread", _SMALL, "55 and 5", "%", "of the read bandwidth"),
+    Recorded(_US, "a plain actor call of Ray 2.60 with 28 KB", "2 cores, loaded", "1.5 to 2.5", "ms",
+             "a hop of a compiled graph 0.3 to 0.8 ms"),
+    Recorded(_US, "k3ray: peak memory, all processes, smallest budget", _LADDER, "0.84", "GB", "0.93 GB planned"),
+    Recorded(_US, "k3ray: time per token at the smallest budget", _LADDER, "3.68", "s/token",
+             "8.86 GB of trunk and 1.12 GB of experts read a token; not comparable with other rows"),
+    Recorded("the trace's authors", "distinct experts asked for", _TRACE, "10,010", "experts", "of 82,432"),
     Recorded("the trace's authors", "LRU hits at 8, 32 and 64 GB", _TRACE, "36.2", "%", "Belady: 39.4, 49.0, 61.7"),
     Recorded("the trace's authors", "LRU hits at 128 GB", _TRACE, "49.2", "%", "Belady: 84.6"),
     Recorded("the trace's authors", "LRU hits at 192 GB", _TRACE, "90.0", "%", "Belady: 90.0"),
@@ -75,9 +86,9 @@ def recorded_statistics() -> tuple[StatisticRow, ...]:
     return tuple(
         StatisticRow(
             f"released weights: layer {layer} {subject}", shapes.layer_name(_PREFIX, layer, short), count, median, p10,
-            p90, low, high, dict(extra), "O", _OTHERS, f"{RELEASE}; percentiles as their authors define them",
+            p90, low, high, dict(extra), letter, _OTHERS, f"{RELEASE}; percentiles as their authors define them",
         )
-        for subject, short, layer, count, median, p10, p90, low, high, extra in _STATISTICS
+        for subject, letter, short, layer, count, median, p10, p90, low, high, extra in _STATISTICS
     )  # fmt: skip
 
 
@@ -90,9 +101,10 @@ def is_released(config: ModelConfig) -> bool:
 def compare_recorded(config: ModelConfig, rows: Sequence[StatisticRow]) -> list[Statement]:
     """Where the audited weights give the recorded statistics, and where not: an observation, the weights may differ."""
     found = []
-    ours = {row.tensor: row for row in rows if row.by == "k3ray"}
+    # of one tensor there may be statistics of its values, O, and of what is computed of them, D
+    ours = {(row.tensor, row.letter): row for row in rows if row.by == "k3ray"}
     for number, theirs in enumerate(recorded_statistics() if is_released(config) else ()):
-        row = ours.get(theirs.tensor)
+        row = ours.get((theirs.tensor, theirs.letter))
         if row is None:
             continue
         pairs = [(row.median, theirs.median), (row.minimum, theirs.minimum), (row.maximum, theirs.maximum)]
@@ -101,7 +113,7 @@ def compare_recorded(config: ModelConfig, rows: Sequence[StatisticRow]) -> list[
         what = "the recorded ones, to their last digit" if same else "not the recorded ones: these are other weights"
         subject = f"median, minimum and maximum of {theirs.subject.removeprefix('released weights: ')}"
         source = f"read here, against {RELEASE}"
-        found.append(said(f"recorded.reproduced.{number}", "parameters", "O", subject, what, source))
+        found.append(said(f"recorded.reproduced.{number}", "parameters", theirs.letter, subject, what, source))
     return found
 
 
@@ -122,6 +134,33 @@ UNRESOLVED = (
     ("router.text", "how the routers load the experts on real text",
      "not established here: the probe is synthetic, the recorded trace holds 12 tokens"),
 )  # fmt: skip
+
+
+# (id, kind, by, subject, found): what readers make of an A_log that is longer than the heads.
+_READERS: tuple[tuple[str, Letter, Author, str, str], ...] = (
+    (
+        "loaders", "O", _OTHERS, "Four public loaders",
+        "keep the first 96 of the release's 128 entries and leave the rest",
+    ),
+    ("strict", "O", _OTHERS, "Two of the four", "also insist that the rest is zero"),
+    (
+        "k3ray", "D", "k3ray", "k3ray",
+        "keeps one entry a head and refuses the checkpoint when an entry beyond them is not zero, or when there are "
+        "fewer entries than heads: then the numbers are not one a head, and taking the first would be a guess. It "
+        "splits work by heads, never by the stored length",
+    ),
+)  # fmt: skip
+
+
+def a_log_readers() -> list[Statement]:
+    """What others' loaders do with A_log, as recorded, and what a run of k3ray does."""
+    return [
+        Statement(
+            f"a_log.reader.{id}", "parameters", kind, by, subject, found, "", None,
+            "their source code, as recorded" if by == _OTHERS else "the rule by which k3ray binds, docs/checkpoint.md",
+        )
+        for id, kind, by, subject, found in _READERS
+    ]  # fmt: skip
 
 
 def unresolved_statements() -> list[Statement]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
 from k3ray.audit.artifact import Artifact
 from k3ray.audit.chosen_tensors import DT_BIAS, ROUTER, ROUTER_BIAS, Values
-from k3ray.audit.snapshot import StatisticRow
+from k3ray.audit.snapshot import Letter, StatisticRow
 from k3ray.workers.checkpoint import shapes
 
 Doubles = npt.NDArray[np.float64]
@@ -16,26 +18,16 @@ PERCENTILES = "linear interpolation between the sorted values, at rank p x (coun
 
 
 def statistic_rows(artifact: Artifact, values: Values) -> tuple[StatisticRow, ...]:
-    """A row for everything that was read and is finite."""
-    rows: list[StatisticRow | None] = []
-    heads = artifact.config.kda_num_heads
-    shown = set(values.layers_of(DT_BIAS))
-    a_logs = {
-        layer: values.widened(layer, shapes.A_LOG).reshape(-1)[:heads] for layer in values.layers_of(shapes.A_LOG)
-    }
-    if len(a_logs) > 1:
-        everything = np.concatenate(list(a_logs.values()))
-        subject = f"A_log of {len(a_logs)} KDA layers, {heads} heads each"
-        rows.append(_row(artifact, subject, None, shapes.A_LOG, everything, _rates(everything)))
-    for layer, a_log in a_logs.items():
-        if layer in shown:
-            subject = f"layer {layer} KDA A_log, {heads} heads"
-            rows.append(_row(artifact, subject, layer, shapes.A_LOG, a_log, _rates(a_log)))
+    """A row for everything that was read and is finite.
+
+    Values as stored are O; what is computed of each value before it is summed up (exponentials, norms) is D.
+    """
+    rows = [*_a_log_rows(artifact, values)]
     for layer in values.layers_of(DT_BIAS):
-        rows.append(_row(artifact, f"layer {layer} KDA dt_bias", layer, DT_BIAS, values.widened(layer, DT_BIAS), {}))
+        rows.append(_row(artifact, f"layer {layer} KDA dt_bias", layer, DT_BIAS, values.widened(layer, DT_BIAS)))
     for layer in values.layers_of(ROUTER_BIAS):
         bias = values.widened(layer, ROUTER_BIAS)
-        rows.append(_row(artifact, f"layer {layer} router correction bias", layer, ROUTER_BIAS, bias, {}))
+        rows.append(_row(artifact, f"layer {layer} router correction bias", layer, ROUTER_BIAS, bias))
     for layer in values.layers_of(ROUTER):
         if values.arrays[layer, ROUTER].ndim != 2:
             continue
@@ -44,8 +36,27 @@ def statistic_rows(artifact: Artifact, values: Values) -> tuple[StatisticRow, ..
         if (layer, ROUTER_BIAS) in values.arrays:
             correlation = pearson(norms, values.widened(layer, ROUTER_BIAS))
             extra = {} if correlation is None else {"Pearson with the correction bias": correlation}
-        rows.append(_row(artifact, f"layer {layer} router row L2 norm", layer, ROUTER, norms, extra))
+        rows.append(_row(artifact, f"layer {layer} router row L2 norm", layer, ROUTER, norms, "D", extra))
     return tuple(row for row in rows if row is not None)
+
+
+def _a_log_rows(artifact: Artifact, values: Values) -> Iterator[StatisticRow | None]:
+    """A_log without its padding, and exp(A_log), how steeply a head forgets: of all layers read, then of the chosen."""
+    heads = artifact.config.kda_num_heads
+    a_logs = {
+        layer: values.widened(layer, shapes.A_LOG).reshape(-1)[:heads] for layer in values.layers_of(shapes.A_LOG)
+    }
+    shown = set(values.layers_of(DT_BIAS))
+    chosen: list[tuple[str, int | None, Doubles]] = []
+    if len(a_logs) > 1:
+        chosen.append((f"{{}} of {len(a_logs)} KDA layers", None, np.concatenate(list(a_logs.values()))))
+    chosen += [(f"layer {layer} KDA {{}}", layer, a_log) for layer, a_log in a_logs.items() if layer in shown]
+    for subject, layer, a_log in chosen:
+        yield _row(artifact, f"{subject.format('A_log')}, {heads} heads", layer, shapes.A_LOG, a_log)
+    for subject, layer, a_log in chosen:
+        with np.errstate(over="ignore", invalid="ignore"):
+            rates = np.exp(a_log)
+        yield _row(artifact, f"{subject.format('exp(A_log)')}, {heads} heads", layer, shapes.A_LOG, rates, "D")
 
 
 def row_norms(matrix: Doubles) -> Doubles:
@@ -63,25 +74,16 @@ def pearson(first: Doubles, second: Doubles) -> float | None:
     return float(one @ other) / scale if np.isfinite(scale) and scale > 0 else None
 
 
-def _rates(a_log: Doubles) -> dict[str, float]:
-    """exp(A_log): how steeply a head forgets."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        rates = np.exp(a_log)
-    if not np.isfinite(rates).all():
-        return {}
-    low, median, high = np.percentile(rates, (10, 50, 90)).tolist()
-    return {
-        "exp(A_log) median": median,
-        "exp(A_log) p10": low,
-        "exp(A_log) p90": high,
-        "exp(A_log) minimum": float(rates.min()),
-        "exp(A_log) maximum": float(rates.max()),
-    }
-
-
 def _row(
-    artifact: Artifact, subject: str, layer: int | None, short: str, values: Doubles, extra: dict[str, float]
+    artifact: Artifact,
+    subject: str,
+    layer: int | None,
+    short: str,
+    values: Doubles,
+    letter: Letter = "O",
+    extra: dict[str, float] | None = None,
 ) -> StatisticRow | None:
+    """A row of values (layer None: of several layers); None where there are none or one is not finite."""
     if not values.size or not np.isfinite(values).all():
         return None
     p10, median, p90 = np.percentile(values, (10, 50, 90)).tolist()
@@ -90,6 +92,6 @@ def _row(
     entry = artifact.find(name) if layer is not None else None
     source = f"read from {entry.path.name}" if entry is not None else "read from their shards"
     return StatisticRow(
-        subject, name, int(values.size), median, p10, p90, float(values.min()), float(values.max()), extra, "O",
-        "k3ray", source,
+        subject, name, int(values.size), median, p10, p90, float(values.min()), float(values.max()), extra or {},
+        letter, "k3ray", source,
     )  # fmt: skip

@@ -55,8 +55,9 @@ def _totals(artifact: Artifact, rules: Rules, rows: Sequence[KindRow]) -> list[S
     return [
         compared("tensors.total", "tensors", "O", subject, counted, wanted, _BOTH, main=True),
         compared("tensors.bound", "tensors", letter, bound_what, found, f"{number(text)} tensors", _BOTH),
-        compared("tensors.prefix", "tensors", "O", "the text model's names begin with", prefix, prefix, "every name"),
-    ]
+        said("tensors.prefix", "tensors", "O", "the text model's names begin with", prefix,
+             "every name: two prefixes in one checkpoint end the audit"),
+    ]  # fmt: skip
 
 
 def _object(id: str, what: str, ends: tuple[str, ...], rows: Sequence[KindRow]) -> Statement:

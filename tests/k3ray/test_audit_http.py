@@ -184,9 +184,30 @@ def growing(request: Request, answer: Answer) -> Answer:
     return replace(answer, headers={**answer.headers, "Content-Range": grown})
 
 
+def endless_number(request: Request, answer: Answer) -> Answer:
+    return replace(answer, headers={**answer.headers, "Content-Range": "bytes 0-7/" + "9" * 5000})
+
+
+def other_digits(request: Request, answer: Answer) -> Answer:
+    return replace(answer, headers={**answer.headers, "Content-Range": "bytes 0-7/\u00b2\u00b3"})
+
+
+def unspeakable(request: Request, answer: Answer) -> Answer:
+    return replace(answer, headers={**answer.headers, "Content-Encoding": "\x07gzip"})
+
+
+def endless_header(request: Request, answer: Answer) -> Answer:
+    return replace(answer, headers={**answer.headers, "X-Long": "x" * 1_000_000})
+
+
 @pytest.mark.parametrize(
     ("pattern", "fault", "message"),
     [
+        (SHARD, endless_number, "found Content-Range 'bytes 0-7/9{70}', expected bytes 0-7"),
+        (SHARD, other_digits, "found Content-Range 'bytes 0-7/..', expected bytes 0-7"),
+        (SHARD, unspeakable, r"content encoded as '\\x07gzip'"),
+        (SHARD, endless_header, "an answer that is not HTTP, 3 times"),
+        (r"config\.json", endless_header, "an answer that is not HTTP, 3 times"),
         (SHARD, ignore_range, "found the whole file .status 200., expected the asked range alone .* ignores ranges"),
         (SHARD, short_body, "connection that broke in the middle, 3 times"),
         (SHARD, wrong_length, "Content-Length 11 for bytes 0-7/"),

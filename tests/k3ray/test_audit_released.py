@@ -59,7 +59,13 @@ FOUND = {
     "tensors.active": "56,743,648,000 (113.487 GB in bf16)",
     "tensors.per_token": "1,472: 25.830 GB",
     "files.tensor_bytes": "1,560,860,324,864",
-    "files.bytes": "1,560,936,091,448 in 96 shards: headers 75,766,584",
+    "files.bytes": "1,560,936,091,448 in 96 shards",
+    "files.header_bytes": "75,766,584",
+    "layers.other_shards": (
+        "model-00094-of-000096.safetensors: lm_head, model.embed_tokens, model.norm, model.output_attn_res_norm, "
+        "model.output_attn_res_proj; model-00095-of-000096.safetensors: mm_projector.post_norm, mm_projector.proj; "
+        "model-00096-of-000096.safetensors: vision_tower.encoder, vision_tower.patch_embed"
+    ),
     "layers.attnres": "8 blocks of 12 layers (the last of 9); the bank grows to 8 rows",
     "layers.shards": "93 of 93 lie in one shard each; 93 of them in the shard numbered layer + 1",
 }
