@@ -8,15 +8,10 @@ lie in many matrices of one allocation larger than the caches, visited in turn. 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import datetime
 import json
 import os
-import platform
-import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,12 +21,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.plain_read import nothing, read
+from benchmarks.result_rows import RESULTS, append_rows, facts_of, this_machine
 from k3ray.kernels import dense, mxfp4
 from k3ray.kernels.reference import dense as dense_twin
 from k3ray.kernels.reference import mxfp4 as mxfp4_twin
 from k3ray.kernels.threads import RowPool
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,36 +155,6 @@ def dispatch_microseconds(threads: int, blocks: int) -> float:
         )
 
 
-def _facts(machine: str) -> dict[str, Any]:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": done.stdout.strip() or "unknown",
-        "machine": machine,
-        "cores": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),
-    }
-
-
-def _this_machine() -> str:
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    name = found[1] if found else platform.machine()
-    return re.sub(r"[^a-z0-9]+", "-", f"{name} {os.cpu_count()} cores".lower()).strip("-")
-
-
-def _append(path: Path, rows: list[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(map(dataclasses.asdict, rows))
-
-
 def _print(rows: list[Row], case: Case) -> None:
     for row in rows:
         verdict = ""
@@ -213,11 +177,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--gib", type=float, default=1.0, help="weights in rotation; more than the caches hold")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--machine", default=_this_machine(), help="name of the results file")
+    parser.add_argument("--machine", default=this_machine(), help="name of the results file")
     parser.add_argument("--csv", type=Path, default=None, help="default: benchmarks/results/<machine>-kernels.csv")
     parser.add_argument("--json", type=Path, default=None, help="also write this run there")
     options = parser.parse_args()
-    facts = _facts(options.machine)
+    facts = {**facts_of(options.machine), "load": round(os.getloadavg()[0], 2)}
     print(f"{options.machine}, load average {os.getloadavg()[0]:.2f} before the first round")
     for threads in options.threads:
         dispatch = dispatch_microseconds(threads, 4 * threads)
@@ -228,7 +192,7 @@ def main() -> None:
             measured = measure(case, options.tokens, threads, options.gib, options.rounds, facts)
             _print(measured, case)
             rows += measured
-    _append(options.csv or RESULTS / f"{options.machine}-kernels.csv", rows)
+    append_rows(options.csv or RESULTS / f"{options.machine}-kernels.csv", [dataclasses.asdict(row) for row in rows])
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     print(f"load average {os.getloadavg()[0]:.2f} after the last round")

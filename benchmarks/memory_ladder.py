@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median, pstdev
 
-from benchmarks.memory_rows import RESULTS, append_rows, this_machine
+from benchmarks.memory_rows import append_runs
 from benchmarks.memory_runs import Run, Rung, run_rung
 from benchmarks.released_widths import released_widths
+from benchmarks.result_rows import RESULTS, this_machine
 
 OVERLAP = 1.15  # a step takes at most so many times the longer of reading and computing
 BUDGETS = ("4G", "6G", "8G", "16G")
@@ -146,7 +147,7 @@ def main() -> None:
     with released_widths(arguments.model, arguments.tape, arguments.folder) as (model, tape):
         runs = climb(arguments, model, tape)
     print_table(runs)
-    append_rows(arguments.csv or RESULTS / f"{arguments.machine}-memory-ladder.csv", arguments.machine, runs)
+    append_runs(arguments.csv or RESULTS / f"{arguments.machine}-memory-ladder.csv", arguments.machine, runs)
     if arguments.plot is not None:
         draw(runs, arguments.plot)
     broken = broken_claims(runs)

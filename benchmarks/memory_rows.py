@@ -1,49 +1,18 @@
-"""The runs of a memory benchmark as rows of a results file, and the facts of the machine they were made on."""
+"""The runs of a memory benchmark as rows of a results file."""
 
 from __future__ import annotations
 
-import csv
-import datetime
-import os
-import platform
-import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, pstdev
 
 from benchmarks.memory_runs import Run
-
-RESULTS = Path(__file__).parent / "results"
-
-
-def this_machine() -> str:
-    """The processor's name and how many of it, as the name of a file."""
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    name = found[1] if found else platform.machine()
-    return re.sub(r"[^a-z0-9]+", "-", f"{name} {os.cpu_count()} cores".lower()).strip("-")
+from benchmarks.result_rows import append_records
 
 
-def append_rows(path: Path, machine: str, runs: Sequence[Run]) -> None:
+def append_runs(path: Path, machine: str, runs: Sequence[Run]) -> None:
     """Add one row a run."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    facts = {
-        "date": datetime.date.today().isoformat(),
-        "commit": done.stdout.strip() or "unknown",
-        "machine": machine,
-        "cores": len(os.sched_getaffinity(0)),
-    }
-    rows = [facts | _row(run) for run in runs]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
+    append_records(path, machine, [_row(run) for run in runs])
 
 
 def _row(run: Run) -> dict[str, object]:

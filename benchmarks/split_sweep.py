@@ -17,9 +17,10 @@ from pathlib import Path
 from statistics import mean, median, pstdev
 
 from benchmarks.memory_ladder import by_rung
-from benchmarks.memory_rows import RESULTS, append_rows, this_machine
+from benchmarks.memory_rows import append_runs
 from benchmarks.memory_runs import Run, Rung, run_rung
 from benchmarks.released_widths import released_widths
+from benchmarks.result_rows import RESULTS, this_machine
 from k3ray.cluster.budget_plan import EXPERTS, PINNED
 
 CACHES = ("0.3", "0.7", "1.2", "1.7")  # of 1.69 GB that all experts of the model made here take
@@ -101,7 +102,7 @@ def main() -> None:
     with released_widths(arguments.model, arguments.tape, arguments.folder) as (model, tape):
         runs = sweep(arguments, model, tape)
     print_table(runs)
-    append_rows(arguments.csv or RESULTS / f"{arguments.machine}-split-sweep.csv", arguments.machine, runs)
+    append_runs(arguments.csv or RESULTS / f"{arguments.machine}-split-sweep.csv", arguments.machine, runs)
     if arguments.plot is not None:
         draw(runs, arguments.plot)
     broken = [line for run in runs for line in run.broken_claims()]

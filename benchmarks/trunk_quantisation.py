@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.memory_rows import RESULTS, this_machine
+from benchmarks.result_rows import RESULTS, this_machine
 from benchmarks.trunk_forms import FORMS, StoredMatrices, TrunkForm, WeightError, row_blocks
 from k3ray.embedded_model import embedded_model_dir
 from k3ray.kernels.threads import RowPool
