@@ -24,6 +24,7 @@ COMMAND_S = 60.0
 TOOLS = ("ip", "bridge", "unshare", "nsenter", "mount", "timeout")
 BRIDGE = "switch"
 NETWORK = "10.77.31"
+NOBODY = "02:00:00:00:00:01"
 SHARED_MEMORY = "512m"
 SEARCHED = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")
 
@@ -152,6 +153,17 @@ class Hosts:
         """Undo cut or unplug."""
         self._ip("link", "set", _port(host), "up")
         self._bridge_state(host, "3")
+
+    def cut_between(self, one: Host, other: Host) -> None:
+        """Drop everything between two hosts without a word to either: what they send there has nobody's address."""
+        for host, far in ((one, other), (other, one)):
+            entry = ["neigh", "replace", far.address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent"]
+            _on_network(host, ["ip", *entry])
+
+    def mend_between(self, one: Host, other: Host) -> None:
+        """Undo cut_between."""
+        for host, far in ((one, other), (other, one)):
+            _on_network(host, ["ip", "neigh", "del", far.address, "dev", "eth0"])
 
     def kill(self, host: Host) -> None:
         """Kill all processes of a host at once; the other hosts see their connections closed."""

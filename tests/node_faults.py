@@ -84,6 +84,18 @@ def cut_host(name: str, mended_after_s: float | None = None) -> Callable[[RayHos
     return harm
 
 
+def cut_link(name: str, other: str, mended_after_s: float | None = None) -> Callable[[RayHosts], None]:
+    """The link between two hosts is cut without a word, for a time or for good; both reach all others."""
+
+    def harm(hosts: RayHosts) -> None:
+        ends = _named(hosts, name), _named(hosts, other)
+        hosts.cut_between(*ends)
+        if mended_after_s is not None:
+            threading.Timer(mended_after_s, hosts.mend_between, ends).start()
+
+    return harm
+
+
 def node_cases(stage: int, name: str, other: str) -> dict[str, list[Strike]]:
     """The moments at which the host of a stage and a shard is killed; "and again": another host a little later."""
     at = f"stage {stage}"

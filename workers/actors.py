@@ -36,6 +36,7 @@ from k3ray.workers.shard_door import ShardDoor
 from k3ray.workers.shard_link import ReplaceableShard
 from k3ray.workers.specs import part_name
 from k3ray.workers.stage import LayerStage
+from k3ray.workers.stage_sign import StageSign
 from k3ray.workers.step_times import StepTimes
 
 Part = TypeVar("Part")
@@ -104,6 +105,13 @@ class LayerStageActor:
         """Say that this process lives, while it works on something else: call it in the group ASIDE."""
         return os.getpid()
 
+    def sign(self) -> StageSign:
+        """See StageSign: call it in the group ASIDE."""
+        links = [(shard, one.link) for shard, one in enumerate(self._links)]
+        found = [link.unreached(shard) for shard, link in links if isinstance(link, HopLink)]
+        idle_s = 0.0 if self._stage is None else self._stage.idle_s
+        return StageSign(idle_s, tuple(one for one in found if one is not None))
+
     def peak_memory(self) -> int:
         """See OwnMemory.peak_bytes: call it in the group ASIDE."""
         return self._memory.peak_bytes()
@@ -116,7 +124,7 @@ class LayerStageActor:
                 unused.close()
 
     def _link(self, handle: Any) -> HopLink:
-        return HopLink(ShardDoor(handle), self._hops)
+        return HopLink(ShardDoor(handle, ASIDE), self._hops)
 
     def open_sequence(self, session: int, capacity: int) -> None:
         """See LayerStage.open_sequence."""
@@ -201,6 +209,7 @@ class ExpertShardActor:
             self._store.close()
         if self._door is not None:
             self._door.close()
+            self._door = None
         note = bind_process(spec.numa, spec.cores, spec.numa_bytes)
         compile_all()
         self._shard, self._store = load_shard(spec)
@@ -219,9 +228,14 @@ class ExpertShardActor:
         """See LayerStageActor.peak_memory."""
         return self._memory.peak_bytes()
 
-    def door(self, asker_node: str) -> DoorAddress:
-        """Return where a stage on that Ray node reaches this shard, and the secret that lets it in."""
-        door = _loaded(self._door)
+    def door(self, asker_node: str) -> DoorAddress | None:
+        """Return where a stage on that Ray node reaches this shard, and its secret; None: it has not loaded yet.
+
+        Call it in the group ASIDE.
+        """
+        door = self._door
+        if door is None:
+            return None
         if asker_node == ray.get_runtime_context().get_node_id():
             return door.local()
         return door.at(ray.util.get_node_ip_address(), self._ports)

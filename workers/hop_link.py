@@ -5,6 +5,7 @@ It does not decide that a shard is lost: whoever tells it the address says so, b
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -15,16 +16,18 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from k3ray.workers.failure import Failure
-from k3ray.workers.hop_address import DoorAddress, connect, shut, wake
+from k3ray.workers.hop_address import SILENCE_S, DoorAddress, connect, shut, wake
 from k3ray.workers.hop_failures import decode_failure
 from k3ray.workers.hop_frames import FAILURE, REPLY, REQUEST, HopBroken, HopFrame, receive_frame, send_frame
 from k3ray.workers.hop_secret import answer
 from k3ray.workers.shard_link import ShardGone
+from k3ray.workers.stage_sign import UnreachedShard
 
 CONNECT_S = 5.0  # for one attempt
 PATIENCE_S = 60.0  # for all attempts to reach a shard that lives
 MAX_BREAKS = 5  # connections that may break under one request
 LONGEST_PAUSE_S = 1.0
+SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # TCP has waited SILENCE_S for a sign of life
 
 
 class ShardUnreachable(Failure):
@@ -80,6 +83,8 @@ class HopLink:
         self._counts = counts or HopCounts()
         self._patience_s = patience_s
         self._connection: socket.socket | None = None
+        self._silent_since: float | None = None  # monotonic: an answer is wanted, and the shard cannot be reached
+        self._refused = ""  # what the last attempt to reach it has met, since then
         self._pending: HopTicket | None = None
         self._numbers = 0
         self._closed = threading.Event()
@@ -119,6 +124,13 @@ class HopLink:
             raise decode_failure(ticket.reply.message)
         return ticket.reply.message
 
+    def unreached(self, shard: int) -> UnreachedShard | None:
+        """Return the shard, which has this number, while an answer is awaited and no attempt to reach it has succeeded;
+        None: it is reached, or not tried again yet. Any thread may ask.
+        """
+        since, refused = self._silent_since, self._refused
+        return None if since is None or not refused else UnreachedShard(shard, time.monotonic() - since, refused)
+
     def close(self) -> None:
         """End the connection for good; who waits for an answer gets ShardGone."""
         self._closed.set()
@@ -141,9 +153,11 @@ class HopLink:
     def _try(self, action: Callable[[HopTicket], None], ticket: HopTicket) -> None:
         try:
             action(ticket)
-        except OSError:
+        except OSError as error:
             ticket.breaks += 1
             self._drop()
+            waited_s = min(time.perf_counter() - ticket.started, SILENCE_S if error.errno in SILENT else 0.0)
+            self._silent_since, self._refused = time.monotonic() - waited_s, ""
         except BaseException:  # no memory for the answer, an interrupt: what is left of it on the way is no frame
             self._drop()
             raise
@@ -169,7 +183,10 @@ class HopLink:
     def _connect(self, ticket: HopTicket) -> None:
         """Connect, trying as long as the shard's process lives and patience lasts."""
         deadline, pause_s = time.monotonic() + self._patience_s, 0.02
+        if self._silent_since is None:
+            self._silent_since, self._refused = time.monotonic(), ""
         while (refused := self._attempt()) is not None:
+            self._refused = refused
             if time.monotonic() > deadline:
                 raise ShardUnreachable(
                     f"an expert shard's process lives, but {refused} for {self._patience_s:.0f} s: does a firewall "
@@ -195,8 +212,8 @@ class HopLink:
         except OSError as error:
             if connection is not None:
                 shut(connection)
-            return f"{address or 'it'} has not let us in ({error})"
-        self._connection = connection
+            return f"{address or 'its door'} has not let us in ({error})"
+        self._connection, self._silent_since = connection, None
         if self._closed.is_set():  # close() may have looked just before
             raise ShardGone("the shard was replaced")
         return None

@@ -61,6 +61,12 @@ class ReplaceableShard:
             except ShardGone:
                 self._await_replacement(generation)
 
+    @property
+    def link(self) -> ShardLink:
+        """What is asked at present; any thread may look."""
+        with self._replaced:
+            return self._link
+
     def replace(self, link: ShardLink, generation: int) -> ShardLink:
         """Ask `link` from now on; an older generation than the present one changes nothing.
 

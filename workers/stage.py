@@ -20,6 +20,7 @@ from k3ray.workers.message_counts import Traffic
 from k3ray.workers.model.feed_forward import Observe
 from k3ray.workers.model.slice import Slice
 from k3ray.workers.model.snapshot import StatePiece
+from k3ray.workers.stage_sign import Idleness
 from k3ray.workers.step_times import StepClock, StepTimes
 
 DamagedAmong = Callable[[int, npt.NDArray[np.int32]], tuple[int, ...]]
@@ -50,6 +51,7 @@ class LayerStage:
         self._damaged_among = damaged_among
         self._answered: Answered | None = None
         self._clock = StepClock()
+        self._idleness = Idleness()
         self.traffic = Traffic()
         self._held: dict[int, HeldSnapshot] = {}
         self._recorded: list[tuple[int, int, npt.NDArray[np.int32]]] | None = None
@@ -66,6 +68,11 @@ class LayerStage:
     def times(self) -> StepTimes:
         """Where the time of the steps so far went, in this process."""
         return self._clock.times
+
+    @property
+    def idle_s(self) -> float:
+        """For how long it has had nothing to do; any thread may ask."""
+        return self._idleness.seconds
 
     @property
     def has_head(self) -> bool:
@@ -94,7 +101,8 @@ class LayerStage:
         """Write the sequence's state where others can read it, until its next snapshot or its close."""
         self._let_go(session)
         pieces = (self._slice.snapshot_piece(session, piece) for piece in self._slice.pieces(session))
-        self._held[session] = HeldSnapshot(pieces)
+        with self._idleness.interrupted():
+            self._held[session] = HeldSnapshot(pieces)
         return self._held[session].place
 
     def snapshot_chunk(self, session: int, offset: int) -> SnapshotChunk:
@@ -111,7 +119,8 @@ class LayerStage:
 
     def restore_piece(self, session: int, message: pa.Buffer, capacity: int) -> None:
         """See Slice.restore_piece."""
-        self._slice.restore_piece(session, message, capacity)
+        with self._idleness.interrupted():
+            self._slice.restore_piece(session, message, capacity)
 
     def finish_restore(self, session: int) -> None:
         """See Slice.finish_restore."""
@@ -129,7 +138,8 @@ class LayerStage:
         an unexpected position; NonFiniteActivation.
         """
         self._clock.begin()
-        answer = self._answer_to(message)
+        with self._idleness.interrupted():
+            answer = self._answer_to(message)
         self.traffic.sent += 1
         self.traffic.sent_bytes += answer.size
         self.traffic.received_bytes += message.size
