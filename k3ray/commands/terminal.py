@@ -64,10 +64,11 @@ class Progress:
         elif (passed := time.monotonic() - self._said) > SECONDS_BETWEEN_LINES:
             rate = (done - self._said_done) / passed
             self._said, self._said_done = time.monotonic(), done
-            say(f"{self._doing}: {decimal_size(done)} of {decimal_size(total)}{_pace(total - done, rate)}")
+            say(f"{self._doing}: {decimal_size(done)} of {decimal_size(total)}{pace(total - done, rate)}")
 
 
-def _pace(left: int, bytes_per_s: float) -> str:
+def pace(left: int, bytes_per_s: float) -> str:
+    """The end of a line about bytes: how fast they come and when the rest is there; nothing while none come."""
     if bytes_per_s <= 0:
         return ""
     return f", {decimal_size(int(bytes_per_s))}/s, about {duration(left / bytes_per_s)} left"

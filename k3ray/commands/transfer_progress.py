@@ -6,21 +6,17 @@ import time
 from types import TracebackType
 from typing import Any
 
-from k3ray.amounts import decimal_size, duration
-from k3ray.commands.terminal import SECONDS_BETWEEN_LINES, say, start_bar
+from k3ray.amounts import decimal_size
+from k3ray.commands.terminal import SECONDS_BETWEEN_LINES, pace, say, start_bar
 from k3ray.download.counts import Reached
 
 
 def line_of(reached: Reached, recent_bytes_per_s: float) -> str:
     """One line about how far a download is."""
-    text = (
+    return (
         f"downloading: {decimal_size(reached.here)} of {decimal_size(reached.of)}, "
-        f"{reached.files_done} of {reached.num_files} files"
+        f"{reached.files_done} of {reached.num_files} files{pace(reached.of - reached.here, recent_bytes_per_s)}"
     )
-    if recent_bytes_per_s > 0:
-        left = duration((reached.of - reached.here) / recent_bytes_per_s)
-        text += f", {decimal_size(int(recent_bytes_per_s))}/s, about {left} left"
-    return text
 
 
 class TransferProgress:
