@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from k3ray.cluster.actor_calls import ActorId, ActorLost, Actors, all_actors
+from k3ray.cluster.core_dealing import DealtCores, cores_of_moves
 from k3ray.cluster.homes import NewSpecs, Spec
 from k3ray.cluster.placed_plan import model_on
 from k3ray.cluster.placement import Placement
@@ -146,7 +147,9 @@ class LivingNodes:
             self._budget[move.node_id] -= move.planned_bytes
             if once_bytes := self._once.pop(move.node_id, 0):
                 self._view.hold_memory(move.node_id, once_bytes)
-        return {actor: self._spec(move) for actor, move in moves.items()}
+        specs = {actor: self._actors.spec_of(actor) for actor in all_actors(self._actors)}
+        cores = cores_of_moves(moves, self._facts, specs)
+        return {actor: self._spec(move, cores[actor]) for actor, move in moves.items()}
 
     def check_own(self) -> None:
         """Raise HeadLost when the head or Ray on this host has not answered for HEAD_SILENT_S; asked now and then."""
@@ -222,18 +225,18 @@ class LivingNodes:
         slots = owned if spec.cache_slots is None else spec.cache_slots
         return LostPart(actor, 0, 0, spec.threads, frozenset(held), False, owned, slots, None)
 
-    def _spec(self, move: Move) -> Spec:
+    def _spec(self, move: Move, dealt: DealtCores) -> Spec:
         """What an actor is loaded with on its new node."""
         spec, facts = self._actors.spec_of(move.actor), self._facts[move.node_id]
         moved = replace(
             spec,
             checkpoint=model_on(spec.checkpoint, facts),
-            threads=move.threads,
-            cores=facts.cores[: move.threads],
+            threads=dealt.threads,
+            cores=dealt.cores,
             cache_slots=None if spec.cache_slots is None and not move.slots else move.slots,
             node_id=move.node_id,
-            numa=None,
-            numa_bytes=None,
+            numa=dealt.numa,
+            numa_bytes=None,  # memory there is preferred: others have taken theirs, nobody knows what they still will
             memory_bytes=move.planned_bytes,
         )
         if not isinstance(moved, StageSpec):

@@ -210,6 +210,7 @@ def test_a_node_that_joined_in_the_middle_is_used(k3b_dir: Path, expected: str) 
     actors.moments["stage 1", "apply", 6] = strike
     assert hash_on(Driver(chain, CHUNK)) == expected
     assert {actors.plan.stages[1].node_id, actors.plan.shards[1].node_id} == {"d"}
+    assert {actors.plan.stages[1].cores, actors.plan.shards[1].cores} == {(0,), (1,)}
     once = sum(tight.nodes[1].parts.values())  # as on b, which has no driver either
     assert view.held == [("d", once)]
 
