@@ -22,6 +22,12 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with tests of Ray come first: they mostly wait, and what runs beside them needs the cores."""
+    waiting = {item.path for item in items if item.get_closest_marker("ray")}
+    items.sort(key=lambda item: item.path not in waiting)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder with what others computed; a test that needs it is skipped where it is absent."""

@@ -72,7 +72,7 @@ def test_a_damaged_copy_on_one_host_leaves_that_host_out(three_hosts: RayHosts, 
         planned = three_hosts.k3ray(["plan", "/tmp/disk-of-host-1", "--roots", str(roots), "--json"])
     finally:
         shard.write_bytes(whole)
-    (told,) = [line for line in planned.stderr.splitlines() if "left out" in line]
+    (told,) = [line for line in planned.stderr.splitlines() if "left out: " in line]
     assert told.startswith("host-3: left out: ") and shard.name in told
     assert planned.returncode == 0
     assert [node["name"] for node in json.loads(planned.stdout)["placement"]["nodes"]] == ["host-1", "host-2"]

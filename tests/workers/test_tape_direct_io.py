@@ -236,7 +236,7 @@ def test_tmpfs_is_read_whatever_it_says_about_direct_reads() -> None:
     folder = Path("/dev/shm")  # some kernels refuse O_DIRECT there, others take it
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         pytest.skip("no /dev/shm that can be written to")
-    path = folder / f"k3ray-test-{os.getpid()}"
+    path = folder / f"direct-reads-{os.getpid()}"
     try:
         path.write_bytes(CONTENT.tobytes())
         with DirectFile(path) as file:
