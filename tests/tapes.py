@@ -51,3 +51,8 @@ def synthetic_model(folder: Path, spec: SyntheticSpec, seed: int = 1) -> Path:
     """A synthetic checkpoint in a new folder."""
     write_checkpoint(folder, spec, seed)
     return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The files of a folder by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -62,6 +62,18 @@ def generate(arguments: list[str], environment: dict[str, str]) -> subprocess.Co
     return found
 
 
+def interrupted(arguments: list[str], environment: dict[str, str]) -> str:
+    """What a run says that gets Ctrl-C while its tokens come."""
+    command = [*COMMAND, "generate", *arguments]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.read(4)  # tokens are coming
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+    return errors
+
+
 def test_golden_ids_over_stages_and_shards(k3b_dir: Path, tmp_path: Path, clean_machine: dict[str, str]) -> None:
     golden = read_golden(k3b_dir)
     out, logits_file = tmp_path / "run.json", tmp_path / "logits"
@@ -147,14 +159,8 @@ def test_ctrl_c_leaves_nothing_but_what_was_generated(
 ) -> None:
     out = tmp_path / "run.json"
     options = ["--ids", "3,5,7", "--gen", "4000", "--ignore-eos", "--stages", "2", "--out", str(out)]
-    arguments = [*COMMAND, "generate", str(k3b_dir), *options]
-    process = subprocess.Popen(arguments, env=clean_machine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.read(4)  # tokens are coming
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "interrupted" in errors and "Traceback" not in errors
+    errors = interrupted([str(k3b_dir), *options], clean_machine)
+    assert "interrupted" in errors
     record = json.loads(out.read_text())
     assert record["stop_reason"] == "stopped: interrupted" and 0 < len(record["generated_ids"]) < 4000
 
@@ -183,13 +189,8 @@ def test_a_state_saved_over_stages_and_shards_goes_on_in_one_process(
 def test_ctrl_c_saves_a_state_that_goes_on(k3b_dir: Path, tmp_path: Path, clean_machine: dict[str, str]) -> None:
     state, out = tmp_path / "state", tmp_path / "run.json"
     options = ["--ids", "3,5,7", "--gen", "4000", "--ignore-eos", "--stages", "2", "--save-state", str(state)]
-    arguments = [*COMMAND, "generate", str(k3b_dir), *options]
-    process = subprocess.Popen(arguments, env=clean_machine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.read(4)  # tokens are coming
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130 and "need not be run again" in errors, errors
+    errors = interrupted([str(k3b_dir), *options], clean_machine)
+    assert "need not be run again" in errors, errors
     document = open_state(state).document
     done = len(document.generated_ids)
     assert document.prompt_ids == [3, 5, 7] and document.num_committed >= 3 + done - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,15 @@ from hypothesis import strategies as st
 from k3ray.text_cutting import SPLIT_PATTERN
 from k3ray.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from k3ray.vocabulary import TokenizerError
+from tests.vocabularies import SINGLE_BYTES, write_vocabulary
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "k3b"
 K3B = load_tokenizer(GOLDEN)
-SINGLE_BYTES = [bytes([byte]) for byte in range(256)]
 # Every script, class and marker that the split treats differently; the joined character is three code points.
 NASTY = (
     "\0中文字。日本語です I'll 'T 1〇〇〇 x々y "
     "\u0301e\u200d👩‍💻 \u3000\x85\u2028 \r\n\t<|end_of_msg|> [EOS] ^^^ ﷽ 𠀀 ǅʰ"
 )
-
-
-def write_vocabulary(folder: Path, tokens: list[bytes], added: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
-    (folder / "tiktoken.model").write_bytes(b"".join(lines))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    return folder
 
 
 def whole_piece_vocabulary(folder: Path, text: str) -> Tokenizer:

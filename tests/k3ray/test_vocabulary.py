@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,9 @@ from hypothesis import strategies as st
 
 from k3ray.tokenizer import load_tokenizer
 from k3ray.vocabulary import TokenizerError
+from tests.vocabularies import SINGLE_BYTES, write_vocabulary
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "k3b"
-SINGLE_BYTES = [bytes([byte]) for byte in range(256)]
-
-
-def write_vocabulary(folder: Path, tokens: list[bytes], added: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
-    (folder / "tiktoken.model").write_bytes(b"".join(lines))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    return folder
 
 
 def replace_line(number: int, line: bytes) -> Any:

@@ -16,25 +16,7 @@ from k3ray.workers.tape import pack as pack_module
 from k3ray.workers.tape.journal import Journal, JournalFailure
 from k3ray.workers.tape.manifest import read_manifest
 from k3ray.workers.tape.pack import PackFailure, PackInterrupted, pack, partial_folder
-from tests.tapes import ODD_WIDTHS, SMALL_CHUNK, Model, opened_model, synthetic_model
-
-
-@pytest.fixture(scope="module")
-def model(k3b_dir: Path) -> Iterator[Model]:
-    with opened_model(k3b_dir) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def good(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of an undisturbed pack."""
-    out = tmp_path_factory.mktemp("good") / "tape"
-    model.pack(out)
-    return files_of(out)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+from tests.tapes import ODD_WIDTHS, SMALL_CHUNK, Model, files_of, opened_model, synthetic_model
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, writes: int, number: int) -> None:

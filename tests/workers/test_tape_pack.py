@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,26 +14,8 @@ from k3ray.workers.checkpoint.tensors import TensorReadError
 from k3ray.workers.tape import journal as journal_module
 from k3ray.workers.tape.order import full_name
 from k3ray.workers.tape.pack import PackFailure, pack
-from tests.tapes import ODD_WIDTHS, SMALL_CHUNK, Model, opened_model, synthetic_model
+from tests.tapes import ODD_WIDTHS, SMALL_CHUNK, Model, files_of, opened_model, synthetic_model
 from tests.workers.test_tensors import plain_bytes
-
-
-@pytest.fixture(scope="module")
-def model(k3b_dir: Path) -> Iterator[Model]:
-    with opened_model(k3b_dir) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def good(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of an undisturbed pack."""
-    out = tmp_path_factory.mktemp("good") / "tape"
-    model.pack(out)
-    return files_of(out)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def check_against_plain_slices(model: Model, out: Path, chunk_bytes: int) -> None:
