@@ -42,7 +42,6 @@ from k3ray.workers.tape.layout import plan_layout
 from k3ray.workers.tape.manifest import read_manifest
 from k3ray.workers.tape.residency import fixed_residency
 
-NAME = "here"
 CHUNK_BYTES, SMOKE_CHUNK = 8 << 20, 256 << 10
 
 
@@ -74,8 +73,7 @@ def foretold_ways(config: ModelConfig, placement: Placement, run: Decoded) -> di
 def differences(config: ModelConfig, placement: Placement, costs: LayerCosts, run: Decoded, asked: Asked) -> list[str]:
     """Everything that must be equal to the byte and is not."""
     tokens, counts = len(run.seconds), run.counts
-    parts = [actor.budget.name for actor in (*placement.stages, *placement.shards)]
-    ways = message_report(counts.messages, dict.fromkeys(parts, NAME), parts[: len(placement.stages)], NAME).ways
+    ways = message_report(counts.messages, [stage.budget.name for stage in placement.stages]).ways
     pairs: list[tuple[str, object, object]] = [
         ("bytes of trunk", placement.prediction.trunk_bytes * tokens, run.trunk_used),
         ("experts asked for", asked.requests, counts.requests),

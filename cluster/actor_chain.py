@@ -15,11 +15,12 @@ import ray
 
 from k3ray.cluster.actor_calls import ActorGone, ActorId, all_actors
 from k3ray.cluster.loading_watch import loaded_in_turn
-from k3ray.cluster.plan import Plan, with_spec
+from k3ray.cluster.plan import Plan, far_ends, with_spec
 from k3ray.cluster.ray_answers import answer_of
 from k3ray.cluster.ray_memory import await_started
 from k3ray.workers.actors import ASIDE, ExpertShardActor, LayerStageActor, ProcessReport
 from k3ray.workers.io_counts import IoCounts
+from k3ray.workers.message_counts import FarEnds
 from k3ray.workers.model.snapshot import StatePiece
 from k3ray.workers.specs import ShardSpec, StageSpec, part_name
 
@@ -198,18 +199,26 @@ class ActorChain:
         self._generations[actor] += 1
         handles = self._all_shards if actor.kind == "shard" else self._all_stages
         handles[actor.number] = self._new(actor)
-        return self._load(actor)
+        loading = self._load(actor)
+        if actor.kind == "stage" and actor.number:
+            before = actor.number - 1
+            self._tell(before, "following_is", self._generations[actor], self._far(before).following)
+        return loading
 
     def relink(self, shard: int) -> None:
-        """Have every stage ask a shard's new process, which has loaded: calls of others do not wait for its load.
-
-        Told aside, as a stage may wait for this shard, and in order, as it may be loading with the old one.
-        """
+        """Have every stage ask a shard's new process, which has loaded: calls of others do not wait for its load."""
         actor = ActorId("shard", shard)
         link = shard, self._generations[actor], self._handle(actor)
         for stage in range(self.num_stages):
-            self.call_aside(ActorId("stage", stage), "relink", *link)
-            self.call(ActorId("stage", stage), "relink", *link)
+            self._tell(stage, "relink", *link, self._far(stage).shards[shard])
+
+    def _tell(self, stage: int, method: str, *arguments: Any) -> None:
+        """Tell a stage aside, as it may wait for who was lost, and in order, as it may be loading with what was."""
+        self.call_aside(ActorId("stage", stage), method, *arguments)
+        self.call(ActorId("stage", stage), method, *arguments)
+
+    def _far(self, stage: int) -> FarEnds:
+        return far_ends(self._loaded_plan, stage, ray.get_runtime_context().get_node_id())
 
     def _new(self, actor: ActorId) -> Any:
         kind = ExpertShardActor if actor.kind == "shard" else LayerStageActor
@@ -237,7 +246,7 @@ class ActorChain:
     def _load(self, actor: ActorId) -> Any:
         if actor.kind == "shard":
             return self._handle(actor).load.remote(self.spec_of(actor), self._ports)
-        return self._handle(actor).load.remote(self.spec_of(actor), self._shards)
+        return self._handle(actor).load.remote(self.spec_of(actor), self._shards, self._far(actor.number))
 
     def _on_every_stage(self, refs: Sequence[Any]) -> None:
         for ref in refs:

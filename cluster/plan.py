@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from k3ray.workers.failure import Failure
+from k3ray.workers.message_counts import FarEnds
 from k3ray.workers.specs import CheckpointSpec, ShardSpec, StageSpec, TapeSpec
 
 MAX_SHARDS = 256
@@ -83,6 +84,19 @@ def with_spec(plan: Plan, number: int, spec: StageSpec | ShardSpec) -> Plan:
     before = plan.shards[number]
     assert (before.shard, before.num_shards, before.experts) == (spec.shard, spec.num_shards, spec.experts)
     return replace(plan, shards=(*plan.shards[:number], spec, *plan.shards[number + 1 :]))
+
+
+def far_ends(plan: Plan, stage: int, driver_node: str) -> FarEnds:
+    """Return which of those that a stage exchanges messages with are on other nodes; without nodes, none is."""
+    own = plan.stages[stage].node_id
+    if own is None:
+        return FarEnds(shards=(False,) * len(plan.shards))
+    following = plan.stages[stage + 1 : stage + 2]
+    return FarEnds(
+        own != driver_node,
+        any(one.node_id != own for one in following),
+        tuple(shard.node_id != own for shard in plan.shards),
+    )
 
 
 def share_threads(threads: int, actors: int) -> list[int]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from k3ray.cluster.budget_plan import gigabytes
 from k3ray.cluster.placement import ActorPlacement, Placement
-from k3ray.workers.message_counts import ARROW, DRIVER, NEXT, MessageCounts
+from k3ray.workers.message_counts import ARROW, NEXT, MessageCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class MessageReport:
-    """Bytes of all messages between actors, and with the driver. between_nodes_bytes: of them, those that left a node.
+    """Bytes of all messages between actors, and with the driver. between_nodes_bytes: of them, those that left a node,
+    by where both ends were at the time.
 
     positions: of the steps, over the prompt and what was generated. ways: by sender and receiver.
     """
@@ -98,19 +99,16 @@ def node_reports(
     return tuple(found)
 
 
-def message_report(counts: MessageCounts, node_of: Mapping[str, str], stages: list[str], driver: str) -> MessageReport:
-    """The messages of a run. node_of: the node of every part; stages: their parts, in order; driver: its node."""
+def message_report(counts: MessageCounts, stages: list[str]) -> MessageReport:
+    """The messages of a run. stages: their parts, in order."""
     following = dict(pairwise(stages))
     ways: dict[str, int] = {}
-    between = 0
     for way, nbytes in counts.way_bytes.items():
         sender, _, receiver = way.partition(ARROW)
         if receiver == NEXT:
             receiver = following[sender]
-        ends = [driver if end == DRIVER else node_of[end] for end in (sender, receiver)]
-        between += nbytes if ends[0] != ends[1] else 0
         ways[f"{sender}{ARROW}{receiver}"] = nbytes
-    return MessageReport(counts.positions, counts.total_bytes, between, ways)
+    return MessageReport(counts.positions, counts.total_bytes, counts.between_bytes, ways)
 
 
 def report_lines(nodes: tuple[NodeReport, ...], messages: MessageReport | None) -> Iterator[str]:

@@ -87,9 +87,7 @@ class Run:
 
     def message_report(self, counts: MessageCounts) -> MessageReport:
         """What went between the actors, and of it between nodes."""
-        return message_report(
-            counts, self._nodes_now(), [part_name(stage) for stage in self.plan.stages], self._own_node
-        )
+        return message_report(counts, [part_name(stage) for stage in self.plan.stages])
 
     def _nodes_now(self) -> dict[str, str]:
         """The name of the node that each part is on: another than the plan's after a node was lost."""

@@ -17,7 +17,6 @@ import ray
 from ray._private import state as ray_state
 
 from k3ray.kernels.compile import compile_all
-from k3ray.workers.expert_fanout import RemoteExperts
 from k3ray.workers.experts import ExpertStore
 from k3ray.workers.failure import Failure
 from k3ray.workers.fence import Fence
@@ -28,7 +27,7 @@ from k3ray.workers.hop_link import HopCounts, HopLink
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
 from k3ray.workers.memory_binding import bind_process
-from k3ray.workers.message_counts import MessageCounts
+from k3ray.workers.message_counts import FarEnds, MessageCounts
 from k3ray.workers.model.snapshot import StatePiece
 from k3ray.workers.own_memory import OwnMemory
 from k3ray.workers.shard import ExpertShard
@@ -86,8 +85,11 @@ class LayerStageActor:
         self._memory = OwnMemory()
         self._fence = Fence(_is_given_up)
 
-    def load(self, spec: StageSpec, shards: Sequence[Any]) -> ProcessReport:
-        """Compile the kernels or take them from the cache, and load the stage; shards are actor handles."""
+    def load(self, spec: StageSpec, shards: Sequence[Any], far: FarEnds) -> ProcessReport:
+        """Compile the kernels or take them from the cache, and load the stage; shards are actor handles.
+
+        far: which of the others are on other nodes.
+        """
         if spec.node_id is not None:  # of a joined cluster: it may be on another host than the driver
             self._memory.watch()
             self._fence.begin()
@@ -99,6 +101,9 @@ class LayerStageActor:
         self._links = [ReplaceableShard(self._link(handle)) for handle in shards]
         self._stage, self._parts = load_stage(spec, self._links)
         self._spec = spec
+        self._stage.traffic.place(far.driver if self._stage.has_head else far.following, far.driver)
+        for traffic, is_far in zip(self._parts.shard_traffic, far.shards, strict=True):
+            traffic.place(is_far, is_far)
         return ProcessReport(os.getpid(), versions(), note)
 
     def ping(self) -> int:
@@ -116,8 +121,18 @@ class LayerStageActor:
         """See OwnMemory.peak_bytes: call it in the group ASIDE."""
         return self._memory.peak_bytes()
 
-    def relink(self, shard: int, generation: int, handle: Any) -> None:
-        """Ask another process from now on, also for what the lost one owes: call it in the group ASIDE."""
+    def following_is(self, generation: int, far: bool) -> None:
+        """Count for a new process of the stage after this one, on this node or not: call it in the group ASIDE."""
+        if self._stage is not None:
+            self._stage.traffic.place(far, generation=generation)
+
+    def relink(self, shard: int, generation: int, handle: Any, far: bool) -> None:
+        """Ask another process from now on, also for what the lost one owes: call it in the group ASIDE.
+
+        far: whether it is on another node.
+        """
+        for traffic in self._parts.shard_traffic[shard : shard + 1] if self._parts is not None else ():
+            traffic.place(far, far, generation)
         if shard < len(self._links):
             unused = self._links[shard].replace(self._link(handle), generation)
             if isinstance(unused, HopLink):
@@ -180,8 +195,7 @@ class LayerStageActor:
         return replace(_loaded(self._parts).counts(), times=times, messages=self._messages())
 
     def _messages(self) -> MessageCounts:
-        spec, stage, parts = _loaded(self._spec), _loaded(self._stage), _loaded(self._parts)
-        shards = parts.experts.traffic if isinstance(parts.experts, RemoteExperts) else []
+        spec, stage, shards = _loaded(self._spec), _loaded(self._stage), _loaded(self._parts).shard_traffic
         return MessageCounts.of_stage(part_name(spec), spec.first == 0, stage.has_head, stage.traffic, shards)
 
 

@@ -59,15 +59,14 @@ class RemoteExperts:
             offsets = np.concatenate([[0], np.cumsum(mine[rows].sum(axis=1))]).astype(np.int32)
             request = ExpertRequest(layer, latents[rows], offsets, expert_ids[mine])
             message = encode_expert_request(request)
-            self.traffic[shard].sent += 1
-            self.traffic[shard].sent_bytes += message.size
+            self.traffic[shard].send(message.size)
             pending.append((shard, link.submit(message), mine))
 
         def collect() -> Float32Array:
             outputs = np.empty((*expert_ids.shape, latents.shape[1]), np.float32)
             for shard, ticket, mine in pending:
                 message = self._links[shard].collect(ticket)
-                self.traffic[shard].received_bytes += message.size
+                self.traffic[shard].receive(message.size)
                 self._place(layer, message, mine, outputs)
             return outputs
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from k3ray.workers.expert_fanout import RemoteExperts, ShardLink
+from k3ray.workers.expert_fanout import ShardLink
 from k3ray.workers.experts import ExpertStore
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import LoadedSlice, ShardSpec, StageSpec, load_shard, load_stage
@@ -118,10 +118,9 @@ class InProcessChain:
 
 
 def _messages(stage: LayerStage, parts: LoadedSlice) -> MessageCounts:
-    shards = parts.experts.traffic if isinstance(parts.experts, RemoteExperts) else []
     covered = stage.covered
     name = f"layers {covered.start}..{covered.stop - 1}"
-    return MessageCounts.of_stage(name, covered.start == 0, stage.has_head, stage.traffic, shards)
+    return MessageCounts.of_stage(name, covered.start == 0, stage.has_head, stage.traffic, parts.shard_traffic)
 
 
 def start_in_process(stages: Sequence[StageSpec], shards: Sequence[ShardSpec]) -> InProcessChain:

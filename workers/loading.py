@@ -19,6 +19,7 @@ from k3ray.workers.expert_owners import ExpertOwners
 from k3ray.workers.expert_reader import ExpertReader
 from k3ray.workers.experts import ExpertStore, LocalExperts
 from k3ray.workers.io_counts import IoCounts
+from k3ray.workers.message_counts import Traffic
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.embedding import Embedding
 from k3ray.workers.model.slice import Slice, SliceParts
@@ -60,6 +61,11 @@ class LoadedSlice:
     experts: LocalExperts | RemoteExperts
     store: ExpertStore | None
     tape: TapeSource | None
+
+    @property
+    def shard_traffic(self) -> list[Traffic]:
+        """What was exchanged with every shard; empty without shards."""
+        return self.experts.traffic if isinstance(self.experts, RemoteExperts) else []
 
     def counts(self) -> IoCounts:
         """Return what was read and waited for so far."""

@@ -140,9 +140,8 @@ class LayerStage:
         self._clock.begin()
         with self._idleness.interrupted():
             answer = self._answer_to(message)
-        self.traffic.sent += 1
-        self.traffic.sent_bytes += answer.size
-        self.traffic.received_bytes += message.size
+        self.traffic.send(answer.size)
+        self.traffic.receive(message.size)
         return answer
 
     def _answer_to(self, message: pa.Buffer) -> pa.Buffer:

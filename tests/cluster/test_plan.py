@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3ray.cluster.plan import PlanFailure, make_plan
+from k3ray.cluster.plan import Plan, PlanFailure, far_ends, make_plan
 from k3ray.workers.expert_owners import shard_of
 from k3ray.workers.loading import CheckpointSpec
+from k3ray.workers.message_counts import FarEnds
 
 
 @given(st.integers(1, 120), st.integers(1, 120), st.integers(0, 20), st.integers(1, 300), st.integers(0, 64))
@@ -46,3 +48,19 @@ def test_every_expert_has_one_shard(experts: int, shards: int) -> None:
 def test_wishes_that_cannot_be_met(stages: int, shards: int, threads: int, option: str) -> None:
     with pytest.raises(PlanFailure, match=f"{option}: found"):
         make_plan(CheckpointSpec(Path("model"), None, 5), stages, shards, threads, ())
+
+
+def on_nodes(stages: list[str | None], shards: list[str | None]) -> Plan:
+    plan = make_plan(CheckpointSpec(Path("model"), None, len(stages)), len(stages), len(shards), 8, range(8))
+    return Plan(
+        tuple(replace(stage, node_id=node) for stage, node in zip(plan.stages, stages, strict=True)),
+        tuple(replace(shard, node_id=node) for shard, node in zip(plan.shards, shards, strict=True)),
+    )
+
+
+def test_who_is_on_another_node_than_a_stage() -> None:
+    plan = on_nodes(["a", "a", "b"], ["a", "b", "c"])
+    assert far_ends(plan, 0, "a") == FarEnds(False, False, (False, True, True))
+    assert far_ends(plan, 1, "b") == FarEnds(True, True, (False, True, True))
+    assert far_ends(plan, 2, "a") == FarEnds(True, False, (True, False, True))
+    assert far_ends(on_nodes([None, None], [None]), 0, "a") == FarEnds(False, False, (False,))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from k3ray.cluster.cluster_file import described_node, described_speeds
 from k3ray.cluster.placement import place
 from k3ray.cluster.seats import ClusterWishes
@@ -13,26 +16,34 @@ from k3ray.workers.model.config import read_config
 from k3ray.workers.tape.layout import plan_layout
 
 STAGES = ["layers 0..4", "layers 5..8"]
-NODES = {"layers 0..4": "a", "layers 5..8": "b", "shard 0 of 2": "a", "shard 1 of 2": "b"}
 
 
-def counted() -> MessageCounts:
-    first = MessageCounts.of_stage(
-        STAGES[0], True, False, Traffic(3, 3000, 90, 7), [Traffic(5, 50, 500), Traffic(6, 60, 600)]
-    )
-    last = MessageCounts.of_stage(STAGES[1], False, True, Traffic(3, 400, 3000, 7), [Traffic(1, 1, 10), Traffic()])
+def exchanged(far_out: bool, far_in: bool, sent: int, received: int, positions: int = 0) -> Traffic:
+    traffic = Traffic(positions=positions)
+    traffic.place(far_out, far_in)
+    traffic.send(sent)
+    traffic.receive(received)
+    return traffic
+
+
+def counted(far: bool = True) -> MessageCounts:
+    """Of two stages on two nodes, each with a shard beside it; the driver beside the first one."""
+    near, other = exchanged(False, False, 50, 500), exchanged(far, far, 60, 600)
+    first = MessageCounts.of_stage(STAGES[0], True, False, exchanged(far, False, 3000, 90, 7), [near, other])
+    shards = [exchanged(far, far, 1, 10), Traffic()]
+    last = MessageCounts.of_stage(STAGES[1], False, True, exchanged(far, far, 400, 3000, 7), shards)
     return first + last
 
 
 def test_what_leaves_a_node_is_told_from_what_stays() -> None:
-    report = message_report(counted(), NODES, STAGES, "a")
+    report = message_report(counted(), STAGES)
     assert report.positions == 7
     assert report.ways["layers 0..4 > layers 5..8"] == 3000 and report.ways["driver > layers 0..4"] == 90
     assert report.total_bytes == sum(report.ways.values()) == 90 + 3000 + 550 + 660 + 400 + 11
     # the frame, the far shard of each stage, and the answer to the driver
     assert report.between_nodes_bytes == 3000 + 660 + 400 + 11
     assert report.between_nodes_per_position == (3000 + 660 + 400 + 11) // 7
-    one = message_report(counted(), dict.fromkeys(NODES, ""), STAGES, "")
+    one = message_report(counted(far=False), STAGES)
     assert one.between_nodes_bytes == 0 and one.total_bytes == report.total_bytes
     assert "of which 581 between nodes" in report.describe()
     assert list(report_lines((), report)) == []
@@ -41,7 +52,26 @@ def test_what_leaves_a_node_is_told_from_what_stays() -> None:
 def test_counts_add_up_and_take_away() -> None:
     counts = counted()
     assert (counts + counts - counts) == counts
-    assert (counts - counts).way_bytes == {} and (counts - counts).positions == 0
+    assert (counts - counts) == MessageCounts({}, 0, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["near", "far", "stale"]), st.integers(0, 9), st.integers(0, 9))))
+def test_bytes_count_by_where_the_other_end_is_then(moments: list[tuple[str, int, int]]) -> None:
+    """Whatever is told of a process before the present one changes nothing."""
+    traffic, far, generation, crossed = Traffic(), False, 1, 0
+    traffic.place(far, far, generation)
+    for what, sent, received in moments:
+        if what == "stale":
+            traffic.place(not far, not far, generation - 1)
+        else:
+            far, generation = what == "far", generation + 1
+            traffic.place(far, far, generation)
+        traffic.send(sent)
+        traffic.receive(received)
+        crossed += (sent + received) if far else 0
+    assert traffic.far_sent_bytes + traffic.far_received_bytes == crossed
+    assert traffic.sent_bytes == sum(sent for _, sent, _ in moments) and traffic.sent == len(moments)
+    assert traffic.received_bytes == sum(received for _, _, received in moments)
 
 
 def test_a_node_that_was_lost_keeps_its_line_without_actors() -> None:
