@@ -27,6 +27,7 @@ from k3ray.cluster.ray_join import LOCAL, announced_address, examine
 from k3ray.cluster.ray_settings import SHARED_MEMORY, SMALLEST_STORE_BYTES
 from k3ray.kernels.compile import cache_directory
 from k3ray.workers.checkpoint import index_cache
+from k3ray.workers.counted import counted
 
 OK, NOTE, STOP = "ok", "note", "stop"  # fine; works, but worse; nothing can run
 LITTLE_MEMORY = 1_000_000_000
@@ -96,9 +97,9 @@ def check_packages(requirements: list[str], installed: Mapping[str, str], python
 def _processors(root: Path) -> Finding:
     allowed, quota = len(affinity()), cpu_quota(root)
     cores, threads = len(physical_cores(root=root)), default_threads(root)
-    limits = [f"{allowed} of {os.cpu_count()} logical processors allowed", f"{cores} physical cores"]
+    limits = [f"{allowed} of {os.cpu_count()} logical processors allowed", counted(cores, "physical core")]
     limits += [] if quota is None else [f"a cgroup grants the time of {quota:g}"]
-    return Finding("processors", f"{', '.join(limits)}; {threads} threads by default")
+    return Finding("processors", f"{', '.join(limits)}; {counted(threads, 'thread')} by default")
 
 
 def check_numa(root: Path) -> Finding:
@@ -161,7 +162,7 @@ def _ray(address: str | None) -> Finding:
         cluster = examine(asked)
     except RayFailure as failure:
         return Finding("Ray", f"{version}; a run would join the cluster at {asked}", STOP, str(failure))
-    return Finding("Ray", f"{version}; a run joins the cluster at {asked} ({cluster.nodes} nodes)")
+    return Finding("Ray", f"{version}; a run joins the cluster at {asked} ({counted(cluster.nodes, 'node')})")
 
 
 def _folder(subject: str, folder: Path | None, otherwise: str) -> Finding:

@@ -12,6 +12,7 @@ from k3ray.cluster.budget_plan import gigabytes
 from k3ray.cluster.memory_parts import expert_bytes
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import PlacementFailure, Seat
+from k3ray.workers.counted import counted
 from k3ray.workers.expert_reader import expert_slot_bytes
 
 Cost = tuple[int, float]
@@ -172,7 +173,7 @@ def _refusal(divider: SeatDivider, uses: Sequence[SeatUse]) -> PlacementFailure:
         found = [division for first in range(layers) for _, division in _runs(divider, use, first, 0, False)]
         most = max((division.stop - division.first for division in found), default=0)
         room += most
-        line = f"node {use.seat.node + 1}: {gigabytes(use.seat.budget_bytes)}, at most {most} layers"
+        line = f"node {use.seat.node + 1}: {gigabytes(use.seat.budget_bytes)}, at most {counted(most, 'layer')}"
         if not most and use.seat.layers:
             node, stage, shard = divider.fixed_parts(use, min(use.seat.layers), min(use.seat.layers) + 1)
             floor = divider.costs.config.num_experts_per_token * divider.slot_bytes

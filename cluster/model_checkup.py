@@ -12,6 +12,7 @@ from k3ray.cluster.doctor import NOTE, OK, STOP, Finding
 from k3ray.cluster.machine import MemoryLimits
 from k3ray.cluster.wishes import Wishes
 from k3ray.workers.checkpoint.census import Census, read_census
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.tape.layout import TapeLayout, plan_layout
@@ -26,7 +27,8 @@ def examine_model(model_dir: Path) -> tuple[Finding, Census | None]:
         census = read_census(model_dir)
     except Failure as failure:
         return Finding("model", str(model_dir), STOP, str(failure)), None
-    found = f"{model_dir}: {census.num_layers} layers, {census.num_experts:,} experts, {gigabytes(census.bound_bytes)}"
+    parts = f"{counted(census.num_layers, 'layer')}, {counted(census.num_experts, 'expert')}"
+    found = f"{model_dir}: {parts}, {gigabytes(census.bound_bytes)}"
     if not census.shapes_checked:
         return Finding("model", f"{found}; names only", STOP, "put the shards into this folder"), census
     return Finding("model", f"{found}; all {census.num_bound:,} tensors bound"), census

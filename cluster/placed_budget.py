@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from k3ray.cluster.budget_plan import EXPERTS, PINNED, ActorBudget, gigabytes
 from k3ray.cluster.placement import ActorPlacement, Placement
+from k3ray.workers.counted import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,9 @@ class PlacedBudget:
         expected, plan = self.placement.prediction, self.placement
         reads = f"{gigabytes(expected.trunk_bytes)} of trunk and {gigabytes(expected.expert_bytes)} of experts"
         read = reads if expected.read_bytes else "nothing"
-        nodes = f"{len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''}"
         yield (
-            f"plan: {len(plan.stages)} stages and {len(plan.shards)} expert shards on {nodes}, "
-            f"{gigabytes(self.total_bytes)} in all; "
+            f"plan: {counted(len(plan.stages), 'stage')} and {counted(len(plan.shards), 'expert shard')} on "
+            f"{counted(len(plan.nodes), 'node')}, {gigabytes(self.total_bytes)} in all; "
             f"a token reads {read} and sends {expected.network_bytes:,} bytes between nodes"
         )
         for number, node in enumerate(plan.nodes):

@@ -11,6 +11,7 @@ from k3ray.cluster.part_budgets import shard_budget, stage_budget
 from k3ray.cluster.placement import ActorPlacement, Placement
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import MAX_POSITIONS
+from k3ray.workers.counted import counted
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.tape.layout import ChunkSizeFailure, plan_layout
 
@@ -38,15 +39,21 @@ def _layer_problems(plan: Placement, config: ModelConfig) -> Iterator[Problem]:
 def _expert_problems(plan: Placement, config: ModelConfig) -> Iterator[Problem]:
     dealt = sorted(layer for group in plan.experts for layer in group.layers)
     if dealt != (list(config.moe_layers) if plan.shards else []):
-        yield f"experts of {len(dealt)} layers dealt out", "those of every MoE layer once, if there are shards"
+        yield (
+            f"experts of {counted(len(dealt), 'layer')} dealt out",
+            "those of every MoE layer once, if there are shards",
+        )
     for group in plan.experts:
         whole = len(group.layers) * config.num_experts
         if len(group.counts) != len(plan.shards) or min(group.counts, default=0) < 0 or sum(group.counts) != whole:
-            yield f"{sum(group.counts)} experts over {len(group.counts)} shards", f"{whole} over all shards"
+            yield (
+                f"{counted(sum(group.counts), 'expert')} over {counted(len(group.counts), 'shard')}",
+                f"{whole} over all shards",
+            )
     for number, shard in enumerate(plan.shards):
         owned = sum(group.counts[number] for group in plan.experts if number < len(group.counts))
         if shard.budget.owned_experts != owned:
-            yield f"shard {number} with {shard.budget.owned_experts} experts", f"{owned}, as they are dealt"
+            yield f"shard {number} with {counted(shard.budget.owned_experts, 'expert')}", f"{owned}, as they are dealt"
 
 
 def _actor_problems(plan: Placement) -> Iterator[Problem]:
@@ -57,7 +64,7 @@ def _actor_problems(plan: Placement) -> Iterator[Problem]:
         if min(numbers) < 0 or actor.node >= len(plan.nodes) or budget.cache_slots > budget.owned_experts:
             yield f"numbers of the actor {budget.name!r} that cannot be", "a node of the plan, nothing negative"
         if len(set(actor.cores)) < len(actor.cores) or len(actor.cores) > actor.threads:
-            cores = f"{actor.threads} threads on the cores {list(actor.cores)}"
+            cores = f"{counted(actor.threads, 'thread')} on the cores {list(actor.cores)}"
             yield f"{cores} of {budget.name!r}", "every core once, and no more of them than threads"
 
 
@@ -84,7 +91,7 @@ def _stage_problems(plan: Placement, stage: ActorPlacement, costs: LayerCosts) -
     budget, run = stage.budget, range(stage.first, stage.stop)
     chunks = costs.all_chunks(stage.first, stage.stop)
     if budget.pinned_chunks > chunks:
-        yield f"{budget.name!r} with {budget.pinned_chunks} chunks in memory", f"at most its {chunks}"
+        yield f"{budget.name!r} with {counted(budget.pinned_chunks, 'chunk')} in memory", f"at most its {chunks}"
         return
     expected = stage_budget(costs, run, stage.threads, bool(plan.shards), budget.pinned_chunks, budget.cache_slots)
     yield from _budget_problems(budget, expected, costs.config)
@@ -93,7 +100,10 @@ def _stage_problems(plan: Placement, stage: ActorPlacement, costs: LayerCosts) -
 def _budget_problems(found: ActorBudget, expected: ActorBudget, config: ModelConfig) -> Iterator[Problem]:
     least = min(expected.owned_experts, config.num_experts_per_token)
     if found.cache_slots < least:
-        yield f"{found.name!r} with room for {found.cache_slots} experts", f"at least the {least} of one token"
+        yield (
+            f"{found.name!r} with room for {counted(found.cache_slots, 'expert')}",
+            f"at least the {least} of one token",
+        )
     for name in ("name", "ring_chunks", "streamed_bytes", "owned_experts"):
         if getattr(found, name) != getattr(expected, name):
             yield f"{name} {getattr(found, name)!r} of {found.name!r}", f"{getattr(expected, name)!r}"
@@ -103,7 +113,7 @@ def _budget_problems(found: ActorBudget, expected: ActorBudget, config: ModelCon
 def _node_problems(plan: Placement, costs: LayerCosts) -> Iterator[Problem]:
     with_driver = [number for number, node in enumerate(plan.nodes) if costs.driver_parts().keys() & node.parts.keys()]
     if len(with_driver) != 1:
-        yield f"{len(with_driver)} nodes with the driver's memory", "one"
+        yield f"{counted(len(with_driver), 'node')} with the driver's memory", "one"
     for number, node in enumerate(plan.nodes):
         expected = costs.once_parts() | (costs.driver_parts() if number in with_driver else {})
         yield from _part_problems(f"node {node.name}", dict(node.parts), expected)

@@ -14,6 +14,7 @@ from k3ray.cluster.ray_driver import RayFailure, silent_ray
 from k3ray.cluster.ray_join import chosen_address, examine, joined_ray
 from k3ray.cluster.ray_private import private_ray
 from k3ray.cluster.signals import ignored_signals, unwinding_signals
+from k3ray.workers.counted import counted
 
 MIB = 1 << 20
 STORE_BYTES = 200 * MIB
@@ -97,6 +98,5 @@ def _enter(settings: RaySettings, running: ExitStack) -> RayRuntime:
         return RayRuntime(True, "", f"Ray: started its own, {store}{slow}", own.daemons)
     cluster = examine(address)
     running.enter_context(joined_ray(cluster))
-    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
-    said = f"Ray: joined the cluster at {address}, {nodes}"
+    said = f"Ray: joined the cluster at {address}, {counted(cluster.nodes, 'node')}"
     return RayRuntime(False, cluster.address, said, num_nodes=cluster.nodes)

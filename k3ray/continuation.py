@@ -24,6 +24,7 @@ from k3ray.generation import GreedySequence, Resumption
 from k3ray.state_file import SavedSequence, open_state, write_state
 from k3ray.state_identity import identify, refuse_other_model
 from k3ray.workers.actors import versions
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 from k3ray.workers.loading import Checkpoint
 from k3ray.workers.model.snapshot import StatePiece
@@ -69,8 +70,8 @@ class Continuation:
             saved = self._loaded.document
             refuse_other_model(self._loaded.path, saved.identity, self._identity, checkpoint.reader.index.directory)
             say(
-                f"loaded: {self._loaded.path}, {len(self._loaded.ids)} ids of which {saved.num_committed} need not be "
-                "run again"
+                f"loaded: {self._loaded.path}, {counted(len(self._loaded.ids), 'id')} of which "
+                f"{saved.num_committed} need not be run again"
             )
 
     def whole_prompt(self, ids: Sequence[int]) -> list[int]:
@@ -195,4 +196,6 @@ class Continuation:
         size, model = decimal_size(path.stat().st_size), self._checkpoint.reader.index.directory
         kept = f"of which {committed} need not be run again" if committed else "without state, to be run again"
         again = f"k3ray generate {model} " if path != self._path else ""
-        self.saved = f"saved: {path}, {len(sequence.ids)} ids {kept}, {size}; next: {again}--load-state {path}"
+        self.saved = (
+            f"saved: {path}, {counted(len(sequence.ids), 'id')} {kept}, {size}; next: {again}--load-state {path}"
+        )

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from k3ray.amounts import decimal_size
 from k3ray.cluster.recovery_plan import Recovery
 from k3ray.cluster_report import MessageReport, NodeReport
+from k3ray.workers.counted import counted
 from k3ray.workers.io_counts import IoCounts
 
 
@@ -95,7 +96,7 @@ class Generation:
         count = len(self.generated_ids)
         trunk, experts = decimal_size(self.io.trunk_bytes // count), decimal_size(self.io.expert_bytes // count)
         return (
-            f"disk: {trunk} of trunk and {experts} of experts a token; {self.io.requests} expert requests, "
+            f"disk: {trunk} of trunk and {experts} of experts a token; {counted(self.io.requests, 'expert request')}, "
             f"{self.io.hit_rate:.1%} resident; waited {self.io.trunk_wait_s:.2f} s for trunk ({self.trunk_device}), "
             f"{self.io.expert_wait_s:.2f} s for experts ({self.expert_device}), {self.io_share:.0%} of the time"
         )
@@ -127,8 +128,8 @@ class Generation:
         total, count = sum(self.step_seconds), len(self.generated_ids)
         reason = "stopped before the end" if self.stop_reason.startswith("stopped: ") else self.stop_reason
         return (
-            f"done: {count} tokens in {total:.2f} s ({reason}), {self.seconds_per_token:.3f} s/token after "
-            f"the first, prompt of {len(self.prompt_ids)} tokens and first token {self.step_seconds[0]:.2f} s, "
-            f"peak memory of all processes {self.peak_memory_bytes / 1e9:.2f} GB, planned "
-            f"{self.planned_memory_bytes / 1e9:.2f} GB"
+            f"done: {counted(count, 'token')} in {total:.2f} s ({reason}), {self.seconds_per_token:.3f} s/token after "
+            f"the first, prompt of {counted(len(self.prompt_ids), 'token')} and first token "
+            f"{self.step_seconds[0]:.2f} s, peak memory of all processes {self.peak_memory_bytes / 1e9:.2f} GB, "
+            f"planned {self.planned_memory_bytes / 1e9:.2f} GB"
         )

@@ -21,6 +21,7 @@ from k3ray.environment import read_environment
 from k3ray.generation import generate, greedy
 from k3ray.model_source import find_model
 from k3ray.proof import logits_hash, trace
+from k3ray.workers.counted import counted
 from k3ray.workers.loading import CheckpointSpec, open_checkpoint
 from k3ray.workers.model.config import ModelConfig, read_config
 
@@ -137,5 +138,5 @@ def _one_hash(
             for others in ([], companions):
                 hashes.append(logits_hash(trace(Driver(chain, chunk), reference.prompt, GEN, others)[1]))
     equal = hashes.count(reference.hash)
-    name = f"one hash: {stages} stages, {shards} shards"
+    name = f"one hash: {counted(stages, 'stage')}, {counted(shards, 'shard')}"
     return Gate(name, equal == len(hashes), f"{equal} of {len(hashes)} settings have {reference.hash}")

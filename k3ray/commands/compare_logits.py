@@ -13,6 +13,7 @@ from k3ray.commands.terminal import say
 from k3ray.conform_report import finite
 from k3ray.logits_comparison import TOP, LogitsDifference, compare_logits
 from k3ray.logits_files import read_logits
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 
@@ -46,7 +47,7 @@ def run(a: str, b: str, tolerance: float | None, max_kl: float | None, as_json: 
             "that differs from the reference")  # fmt: skip
         raise typer.Exit(1)
     verdict = "equal in every bit" if found.bitwise else "within what is tolerated"
-    say(f"compare-logits: PASS: {len(found.rows)} rows {verdict}{itself}")
+    say(f"compare-logits: PASS: {counted(len(found.rows), 'row')} {verdict}{itself}")
 
 
 def _one_file(a: str, b: str) -> bool:

@@ -22,6 +22,7 @@ from k3ray.cluster.devices import (
 from k3ray.cluster.machine import default_threads, physical_cores
 from k3ray.commands.terminal import Progress, say
 from k3ray.environment import read_environment
+from k3ray.workers.counted import counted
 
 
 def run(path: Path, write: bool, as_json: bool) -> None:
@@ -42,7 +43,7 @@ def run(path: Path, write: bool, as_json: bool) -> None:
         console.print(memory_table(memory))
     best = max(disk, key=lambda speed: speed.bytes_per_s)
     say(
-        f"read {decimal_size(sum(speed.bytes_read for speed in disk))} of {len(files)} files: "
+        f"read {decimal_size(sum(speed.bytes_read for speed in disk))} of {counted(len(files), 'file')}: "
         f"{best.bytes_per_s / 1e9:.2f} GB/s at best; next: k3ray doctor MODEL_DIR, what that makes of a token"
     )
 
@@ -61,7 +62,7 @@ def disk_table(disk: Sequence[DiskSpeed]) -> Table:
 
 def memory_table(memory: MemorySpeed) -> Table:
     """The three ways of reading memory."""
-    table = Table("reading memory", "GB/s", title=f"memory, {memory.threads} threads")
+    table = Table("reading memory", "GB/s", title=f"memory, {counted(memory.threads, 'thread')}")
     table.add_row("plainly (numpy: the memory gives no less)", f"{memory.read_bytes_per_s / 1e9:.2f}")
     table.add_row("as trunk (bf16 rows, one token)", f"{memory.trunk_bytes_per_s / 1e9:.2f}")
     table.add_row("as experts (MXFP4 rows, one token)", f"{memory.expert_bytes_per_s / 1e9:.2f}")

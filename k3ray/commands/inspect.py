@@ -15,6 +15,7 @@ from k3ray.commands.terminal import say
 from k3ray.environment import read_environment
 from k3ray.model_source import find_model
 from k3ray.workers.checkpoint.census import Census, read_census
+from k3ray.workers.counted import counted
 
 
 def run(model_dir: Path | None, as_json: bool) -> None:
@@ -39,7 +40,7 @@ def run(model_dir: Path | None, as_json: bool) -> None:
         console.print(f"note: {observation}", soft_wrap=True, highlight=False, markup=False)
     ready = f"k3ray generate {source.model_dir} --ids 1,2,3"
     next_step = ready if census.shapes_checked else "put the shards into this folder and inspect it again"
-    say(f"bound: {census.num_bound} tensors, nothing missing; next: {next_step}")
+    say(f"bound: {counted(census.num_bound, 'tensor')}, nothing missing; next: {next_step}")
 
 
 def _facts(census: Census) -> dict[str, object]:

@@ -11,6 +11,7 @@ from k3ray.amounts import decimal_size
 from k3ray.commands.terminal import Progress, say
 from k3ray.workers.checkpoint.synthetic import write_checkpoint
 from k3ray.workers.checkpoint.synthetic_spec import SyntheticSpec, released_spec
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 
@@ -28,7 +29,10 @@ def run(out: Path, assignments: list[str], released: bool, layers: int | None, e
     spec = replace(spec, **changes, **dict(parse_assignment(text) for text in assignments))
     with Progress("writing") as progress:
         summary = write_checkpoint(out, spec, seed, progress.update)
-    say(f"wrote {out}: {decimal_size(summary.file_bytes)} in {summary.num_shards} shards; next: k3ray inspect {out}")
+    say(
+        f"wrote {out}: {decimal_size(summary.file_bytes)} in {counted(summary.num_shards, 'shard')}; "
+        f"next: k3ray inspect {out}"
+    )
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

@@ -17,6 +17,7 @@ from k3ray.commands.terminal import say
 from k3ray.environment import read_environment
 from k3ray.model_source import find_model
 from k3ray.nodes import find_nodes
+from k3ray.workers.counted import counted
 
 
 def run(model_dir: Path | None, tape: Path | None, roots: Path | None, measure: bool, as_json: bool) -> None:
@@ -40,7 +41,9 @@ def run(model_dir: Path | None, tape: Path | None, roots: Path | None, measure: 
             f"{', '.join(one.node.name for one in left_out)}; the reasons are above"
         )
         raise typer.Exit(1)
-    say(f"all {len(nodes.usable)} nodes can take part, with {memory}; next: k3ray plan {source.model_dir}")
+    count = len(nodes.usable)
+    all_of = "the one node" if count == 1 else f"all {count} nodes"
+    say(f"{all_of} can take part, with {memory}; next: k3ray plan {source.model_dir}")
 
 
 def print_nodes(verdicts: Sequence[Verdict]) -> None:
@@ -65,7 +68,7 @@ def nodes_table(verdicts: Sequence[Verdict]) -> Table:
             name,
             level,
             f"{len(node.cores)} of {node.cpus}",
-            ", ".join(f"{len(place.cores)} cores" for place in node.numa),
+            ", ".join(counted(len(place.cores), "core") for place in node.numa),
             f"{gigabytes(node.available_bytes)}, {node.decided_by}",
             speeds_text(node.speeds),
             " ".join(f"{name} {dict(node.versions).get(name, 'missing')}" for name in COMPARED_VERSIONS),
@@ -89,6 +92,6 @@ def _model_text(node: NodeFacts) -> list[str]:
     """Every copy: its fingerprint if it is whole, how many layers if not."""
     found = []
     for copy in node.models:
-        what = "no" if copy.problem else copy.fingerprint[:8] if copy.whole else f"{len(copy.layers)} layers"
+        what = "no" if copy.problem else copy.fingerprint[:8] if copy.whole else counted(len(copy.layers), "layer")
         found.append(f"{copy.path}: {what}")
     return found

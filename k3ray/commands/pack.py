@@ -11,6 +11,7 @@ from k3ray.model_source import find_model
 from k3ray.workers.checkpoint.binding import Binding, bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
+from k3ray.workers.counted import counted
 from k3ray.workers.model.config import read_config
 from k3ray.workers.tape.manifest import MANIFEST_NAME
 from k3ray.workers.tape.pack import pack
@@ -42,7 +43,7 @@ def _pack(binding: Binding, reader: TensorReader, out: Path) -> str:
     speed = summary.tape_bytes / 1e9 / max(summary.seconds, 1e-9)
     kept = f", {decimal_size(summary.kept_bytes)} of it kept from an earlier pack" if summary.kept_bytes else ""
     return (
-        f"wrote {out}: {decimal_size(summary.tape_bytes)} in {summary.num_chunks} chunks "
+        f"wrote {out}: {decimal_size(summary.tape_bytes)} in {counted(summary.num_chunks, 'chunk')} "
         f"({100 * summary.padding_bytes / summary.tape_bytes:.2f} % padding) in {summary.seconds:,.1f} s, "
         f"{speed:.2f} GB/s{kept}"
     )

@@ -24,6 +24,7 @@ from k3ray.environment import Environment, read_environment
 from k3ray.files import check_writable
 from k3ray.model_source import find_model
 from k3ray.nodes import find_nodes
+from k3ray.workers.counted import counted
 from k3ray.workers.model.config import ModelConfig, read_config
 
 
@@ -69,7 +70,10 @@ def run(
             f" --{option} {path}" for option, path in (("tape", tape), ("roots", roots)) if path is not None
         )
         kept += f"; next: k3ray generate {source.model_dir}{named} --plan {out}"
-    say(f"planned {len(placement.stages)} stages and {len(placement.shards)} shards on {len(nodes)} nodes; {kept}")
+    say(
+        f"planned {counted(len(placement.stages), 'stage')} and {counted(len(placement.shards), 'shard')} on "
+        f"{counted(len(nodes), 'node')}; {kept}"
+    )
 
 
 def placement_table(placement: Placement) -> Table:
@@ -94,7 +98,7 @@ def prediction_lines(expected: Prediction, nodes: Sequence[NodeFacts]) -> list[s
     )
     sends = (
         f"it sends {sum(expected.way_bytes.values()):,} bytes of messages, of which {expected.network_bytes:,} between "
-        f"nodes, in {expected.trips} trips one after the other"
+        f"nodes, in {counted(expected.trips, 'trip')} one after the other"
     )
     speeds = ", ".join(dict.fromkeys(speeds_text(node.speeds) for node in nodes))
     if expected.seconds is None:

@@ -17,6 +17,7 @@ from k3ray.commands.terminal import say
 from k3ray.files import check_writable, write_file
 from k3ray.workers.cache.simulate import OPTIMUM, Replay, simulate
 from k3ray.workers.cache.trace import ExpertRequest, decoding_order, read_trace, recorded_order
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 RELEASED_EXPERT_BYTES = 17_547_264
@@ -66,8 +67,9 @@ def _describe(requests: Sequence[ExpertRequest]) -> str:
     width = max(len(request.experts) for request in requests)
     distinct = len({(request.layer, expert) for request in requests for expert in request.experts})
     return (
-        f"{len(requests) * width:,} requests, {width} a token and layer, {len(requests) // layers} tokens, "
-        f"{layers} layers, {distinct:,} different experts"
+        f"{counted(len(requests) * width, 'request')}, {width} a token and layer, "
+        f"{counted(len(requests) // layers, 'token')}, {counted(layers, 'layer')}, "
+        f"{counted(distinct, 'different expert')}"
     )
 
 

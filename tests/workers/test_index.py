@@ -205,9 +205,9 @@ def changed_index(folder: Path, **changes: str | None) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ghost": "b.safetensors"}, ["1 differences", '"ghost" is not in b.safetensors, where the index places it']),
-        ({"top": None}, ["1 differences", '"top" is in a.safetensors and not in the index']),
-        ({"top": "b.safetensors"}, ["1 differences", '"top" is in a.safetensors, the index says b.safetensors']),
+        ({"ghost": "b.safetensors"}, ["1 difference", '"ghost" is not in b.safetensors, where the index places it']),
+        ({"top": None}, ["1 difference", '"top" is in a.safetensors and not in the index']),
+        ({"top": "b.safetensors"}, ["1 difference", '"top" is in a.safetensors, the index says b.safetensors']),
         ({"top": "b.safetensors", "layers.2.w": None, "x": "a.safetensors"}, ["3 differences"]),
         ({"top": "c.safetensors"}, ["2 of its 3 shards; missing: c.safetensors"]),
         ({"top": "../a.safetensors"}, ['shard name "../a.safetensors"']),

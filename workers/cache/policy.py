@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 
@@ -53,7 +54,7 @@ def check_request(experts: Sequence[int], slots: int) -> None:
     assert len(set(experts)) == len(experts), f"an expert twice in one request: {list(experts)}"
     if len(experts) > slots:
         raise CacheTooSmall(
-            f"a request for {len(experts)} experts at once does not fit into {slots} slots: "
+            f"a request for {counted(len(experts), 'expert')} at once does not fit into {counted(slots, 'slot')}: "
             "give the expert cache more memory, or run fewer tokens at a time"
         )
 

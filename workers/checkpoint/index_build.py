@@ -18,6 +18,7 @@ from k3ray.workers.checkpoint.index_file import IndexFile, IndexFileError, read_
 from k3ray.workers.checkpoint.index_table import IndexColumns, Shard, TensorIndex
 from k3ray.workers.checkpoint.names import Keys, NameTable
 from k3ray.workers.checkpoint.shard_files import CheckpointError, ShardFiles, published_sizes
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 MAX_LISTED = 20
@@ -178,4 +179,4 @@ def _differences(stated: IndexFile, index: TensorIndex) -> str:
             problems.append(f"{show_name(name)} is in {shard}, the index says {place}")
     listed = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED])
     more = f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-    return f"{len(problems)} differences from the shards:{listed}{more}\n "
+    return f"{counted(len(problems), 'difference')} from the shards:{listed}{more}\n "
