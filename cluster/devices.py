@@ -43,6 +43,12 @@ class DeviceFailure(Failure):
     """Nothing that could be measured."""
 
 
+class NothingToMeasure(DeviceFailure):
+    """A path that is not there."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
     """Random reads of one size, `depth` at a time. direct: past the page cache; else the figure may be the cache's."""
@@ -92,7 +98,7 @@ def measurable_files(path: Path, piece_bytes: int | None = None) -> list[Path]:
     elif path.is_dir():
         candidates = [entry for entry in path.iterdir() if entry.is_file()]
     else:
-        raise DeviceFailure(f"{path}: there is no such file or folder")
+        raise NothingToMeasure(f"{path}: there is no such file or folder; name one that the engine would read")
     sized = sorted(((candidate.stat().st_size, candidate) for candidate in candidates), reverse=True)
     enough = FEWEST_PIECES * (piece_bytes or max(PIECES.values()))
     found = [candidate for nbytes, candidate in sized[:MOST_FILES] if nbytes >= enough]

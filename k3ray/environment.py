@@ -108,12 +108,19 @@ def _endpoint(variables: Mapping[str, str]) -> str | None:
     text = variables.get("HF_ENDPOINT")
     if not text:
         return None
-    try:
-        parts = urlsplit(text)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.username is None
-    except ValueError:
-        usable = False
-    if not usable or parts.query or parts.fragment:
+    if not is_hub_address(text):
         expected = "expected a hub's address like https://huggingface.co, with no user, ? or #"
         raise EnvironmentFailure(f"HF_ENDPOINT: {expected}; correct it or unset it")
     return text.rstrip("/")
+
+
+def is_hub_address(text: str) -> bool:
+    """Whether a text is a hub's address, like https://huggingface.co: a host that can be one, no user, query or #."""
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return False
+    named = all(0 < len(label) < 64 for label in host.removesuffix(".").split(".")) or ":" in host
+    plain = all("!" <= character <= "~" for character in text) and not set(text) & set("?#\\\"'<>@")
+    return parts.scheme in ("http", "https") and named and port != 0 and plain

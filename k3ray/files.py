@@ -35,6 +35,8 @@ def make_folder(path: Path, option: str) -> None:
     """Make the folder where it is missing; refuse, before any work, one that cannot be written to."""
     try:
         path.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise OutputFailure(f"{option} {path}: this is no folder; name one, or one that can be made") from None
     except OSError as error:
         raise OutputFailure(f"{option} {path}: {error.strerror}; name a folder that can be made") from None
     check_writable(path / "new file", option)

@@ -24,6 +24,7 @@ from k3ray.embedded_model import embedded_model_dir
 from k3ray.environment import Environment, read_environment
 from k3ray.model_source import ModelSource, find_model
 from k3ray.workers.model.config import read_config
+from k3ray.workers.tape.manifest import NoTape
 
 POSITIONS = 4096  # of the forecast
 STYLES = {"ok": "green", "note": "yellow", "stop": "red"}
@@ -33,6 +34,8 @@ def run(model_dir: Path | None, tape: Path | None, as_json: bool) -> None:
     """Look at everything, measure for about ten seconds; raises typer.Exit(1) when nothing can run."""
     environment = read_environment()
     source = find_model(model_dir, None, environment)
+    if tape is not None and not tape.is_dir():
+        raise NoTape(tape)
     say(source.describe())
     say("measuring for a few seconds")
     findings = examine_host(environment.ray_address)

@@ -39,6 +39,9 @@ def run(
         raise SelectionError(f"--stall-timeout {stall_timeout}: expected 1 to 3600 seconds")
     if layers is not None and tokenizer_only:
         raise SelectionError("--layers and --tokenizer-only: the tokenizer has no layers; give one of them")
+    for option, text in (("--repo", repo), ("--revision", revision)):
+        if text is not None and not text.strip():
+            raise SelectionError(f"{option}: found nothing after it; name one, or leave {option} out for the release's")
     chosen = None if layers is None else parse_layers(layers)
     hub = choose_hub(endpoint, read_environment())
     wish = Wish(directory, repo, _normal(revision), tokenizer_only, chosen, workers, deep)
@@ -46,11 +49,11 @@ def run(
     try:
         with TransferProgress() as progress:
             summary = download(wish, hub, Patience(stall_s=stall_timeout), say, progress.update)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # the latter: a request to end this process
         say("stopped: every byte that arrived is kept; the same command goes on from there")
         raise
     _tell(summary)
-    verdict = prove(directory, quiet=as_json)
+    verdict = prove(directory, tokenizer_only, quiet=as_json)
     if as_json:
         print(json.dumps({**asdict(summary), "verified": verdict.passed}, indent=1))
     if not verdict.passed:

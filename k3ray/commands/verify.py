@@ -20,6 +20,7 @@ from k3ray.download.hub import Hub, HubRefused, Listing
 from k3ray.download.known_files import read_known
 from k3ray.download.patience import Patience
 from k3ray.download.release import read_release
+from k3ray.download.revision import DownloadFailed
 from k3ray.download.verdict import FAIL, PASS, Verdict
 from k3ray.download.verification import verify
 from k3ray.environment import read_environment
@@ -61,16 +62,16 @@ def run(directory: Path, deep: bool, repair: bool, scales: bool, endpoint: str |
     conclude(verdict, directory)
 
 
-def prove(directory: Path, quiet: bool) -> Verdict:
-    """The proof at the end of a download, shown on standard error when quiet."""
-    verdict = _prove(directory, False, None, True)
+def prove(directory: Path, only_tokenizer: bool, quiet: bool) -> Verdict:
+    """The proof at the end of a download, of what it was asked for; shown on standard error when quiet."""
+    verdict = _prove(directory, False, None, True, only_tokenizer)
     _show(verdict, say_only=quiet)
     return verdict
 
 
-def _prove(directory: Path, deep: bool, listing: Listing | None, scales: bool) -> Verdict:
+def _prove(directory: Path, deep: bool, listing: Listing | None, scales: bool, only_tokenizer: bool = False) -> Verdict:
     with Progress("verifying") as progress:
-        return verify(directory, deep, listing, progress.update, scales)
+        return verify(directory, deep, listing, progress.update, scales, only_tokenizer)
 
 
 def _listing(directory: Path, hub: Hub, needed: bool) -> Listing | None:
@@ -89,8 +90,10 @@ def _listing(directory: Path, hub: Hub, needed: bool) -> Listing | None:
     try:
         return hub.listing(release.repository, release.revision)
     except (Transient, HubRefused) as error:
+        if needed and isinstance(error, Transient):
+            raise DownloadFailed(f"{error}; a repair needs the hub, run the same command again") from None
         if needed:
-            raise RepairRefused(f"{error}; a repair needs the hub") from None
+            raise
         say(f"the checksums cannot be asked for: {error}")
         return None
 
@@ -101,7 +104,7 @@ def _repair(directory: Path, verdict: Verdict, hub: Hub, listing: Listing | None
     others = sorted(set(verdict.fetch_again) - set(names))
     if others:
         say(f"not in {listing.repository}, so not fetched: {', '.join(others)}")
-    say(f"repairing {len(names)} files from {hub.host}: {', '.join(names)}")
+    say(f"repairing from {hub.host}: {', '.join(names)}")
     with TransferProgress() as progress:
         fetched = fetch_again(directory, names, hub, listing, Patience(), say, progress.update)
     say(f"repaired: {decimal_size(fetched)} fetched")
@@ -151,5 +154,5 @@ def conclude(verdict: Verdict, directory: Path) -> None:
             else f"copy them again, or k3ray download {directory}, if it is to be the released model"
         )
     else:
-        step = "fetching again brings the same bytes: see the lines above"
+        step = "fetching again would not help: see the lines above"
     raise VerifyFailed(f"{directory}: FAIL in {failed}; {step}")

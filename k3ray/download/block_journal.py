@@ -126,8 +126,11 @@ def _parse(data: bytes, head: bytes, size: int) -> tuple[list[Block], int]:
     found, place = [], len(head)
     while (stop := data.find(b"\n", place)) >= 0:
         match = _LINE.fullmatch(data, place, stop)
-        if match is None or not int(match[1]) < int(match[2]) <= size:
+        if match is None:
             break
-        found.append(Block(int(match[1]), int(match[2]), match[3].decode("ascii")))
+        begin, end = int(match[1]), int(match[2])
+        if not begin < end <= min(size, begin + BLOCK_BYTES):  # a block is read whole: its size is memory
+            break
+        found.append(Block(begin, end, match[3].decode("ascii")))
         place = stop + 1
     return found, place

@@ -6,13 +6,16 @@ Small files first (they say which shards there are), then room is made sure of, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from k3ray.cluster.signals import unwinding_signals
 from k3ray.download.counts import Counts, Reached
 from k3ray.download.crew import run_jobs
+from k3ray.download.file_fetch import FetchFailed
 from k3ray.download.file_job import FileJob, Notes, Setting
 from k3ray.download.hub import Hub, HubFile, HubRefused, Listing
 from k3ray.download.patience import Patience
@@ -65,8 +68,7 @@ class Summary:
 
 def download(wish: Wish, hub: Hub, patience: Patience, say: Say, look: Look) -> Summary:
     """Make the wish true in the folder. Raises HubRefused, RecordError, NoSpace, DownloadBusy, DownloadFailed, ..."""
-    with occupied(wish.directory, "DIR") as workplace, new_client(patience.stall_s, wish.workers) as client:
-        line = Line(hub, client, patience.stall_s)
+    with _at_work(wish.directory, wish.workers, hub, patience) as (workplace, line):
         own = TOKENIZER if wish.tokenizer_only else (CONFIG,)
         with telling_disk(workplace.directory, FOLDER):
             record = find_record(wish.repository, wish.revision, own, workplace, line, patience, say)
@@ -77,13 +79,23 @@ def fetch_again(
     directory: Path, names: Iterable[str], hub: Hub, listing: Listing, patience: Patience, say: Say, look: Look
 ) -> int:
     """Prove these files against the listing and fetch what is wrong of them; returns the bytes that arrived."""
-    with occupied(directory, "DIR") as workplace, new_client(patience.stall_s, 4) as client:
+    with _at_work(directory, 4, hub, patience) as (workplace, line):
         record = read_record(workplace.directory) or replace(new_record(listing), wanted=frozenset(listing.names))
-        wish = Wish(directory, listing.repository)
-        work = _Work(wish, workplace, Line(hub, client, patience.stall_s), patience, record, say, look)
+        work = _Work(Wish(directory, listing.repository), workplace, line, patience, record, say, look)
         with telling_disk(workplace.directory, FOLDER):
             work.fetch(sorted(names), prove=True)
         return work.counts.reached().fetched
+
+
+@contextmanager
+def _at_work(directory: Path, workers: int, hub: Hub, patience: Patience) -> Iterator[tuple[Workplace, Line]]:
+    """The folder held alone and the connections; a request to end this process unwinds, as Ctrl-C does."""
+    with (
+        unwinding_signals(),
+        occupied(directory, "DIR") as workplace,
+        new_client(patience.stall_s, workers) as client,
+    ):
+        yield workplace, Line(hub, client, patience.stall_s)
 
 
 class _Work:
@@ -150,11 +162,26 @@ class _Work:
             self._workplace, self._listing(), self._line, self._patience, self.counts, self._notes, self._say
         )
         jobs = [FileJob(setting, file) for file in files]
-        workers = min(self._wish.workers, len(jobs))
-        failures = run_jobs(jobs, workers, self._line, self._patience.grace_s, self._tell) if jobs else []
-        if failures:
+        for job in jobs:
+            job.expect()
+        if failures := self._run_jobs(jobs, setting):
             listed = "".join(f"\n  {failure}" for failure in failures[:20])
             raise DownloadFailed(f"{len(failures)} of {len(names)} files could not be fetched:{listed}")
+
+    def _run_jobs(self, jobs: list[FileJob], setting: Setting) -> list[FetchFailed]:
+        """Run the jobs; those given up because the line broke once more, as long as other files get through."""
+        lost: list[FetchFailed] = []
+        while jobs:
+            done, workers = self.counts.reached().files_done, min(self._wish.workers, len(jobs))
+            failures = run_jobs(jobs, workers, self._line, self._patience.grace_s, self._tell)
+            again = [failure for failure in failures if failure.may_pass]
+            if again and self.counts.reached().files_done == done:
+                return lost + failures
+            lost += [failure for failure in failures if not failure.may_pass]
+            jobs = [FileJob(setting, self._record.files[failure.name]) for failure in again]
+            if again:
+                self._say(f"given up and now tried once more: {', '.join(failure.name for failure in again)}")
+        return lost
 
     def _tell(self) -> None:
         self._look(self.counts.reached())

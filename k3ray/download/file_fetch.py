@@ -16,7 +16,7 @@ from k3ray.download.block_journal import BlockJournal
 from k3ray.download.hub import HubFile, Listing
 from k3ray.download.part_file import PartFile
 from k3ray.download.patience import Patience
-from k3ray.download.stream import Line, Sink, Stopped, stream
+from k3ray.download.stream import LEAST_BYTES, Line, Sink, Stopped, stream
 from k3ray.download.workplace import Workplace, telling_disk
 from k3ray.workers.failure import Failure
 
@@ -25,7 +25,12 @@ RANGE_ATTEMPTS = 3
 
 
 class FetchFailed(Failure):
-    """One file could not be fetched; the others may be."""
+    """One file could not be fetched; the others may be. may_pass: the line broke, which another time it may not."""
+
+    def __init__(self, name: str, message: str, may_pass: bool) -> None:
+        super().__init__(f"{name}: {message}")
+        self.name = name
+        self.may_pass = may_pass
 
 
 def wait(line: Line, seconds: float) -> None:
@@ -63,14 +68,17 @@ class FileFetch:
         Raises FetchFailed, AccessRefused, NoSpace, Stopped, PartClosed.
         """
         with telling_disk(self._workplace.directory, self.file.name):
+            path = self._workplace.part(self.file.name)
             journal = BlockJournal(self._workplace.journal(self.file.name), self.file.size, self.file.checksum)
-            self.part = PartFile(self._workplace.part(self.file.name), journal, self.file.size, self.file.checksum)
+            if not path.exists():  # its journal is of a file that is gone
+                journal.clear()
+            self.part = PartFile(path, journal, self.file.size, self.file.checksum)
             try:
                 self._fetch_proven(self.part)
                 self.part.sync()
             finally:
                 self.part.close()
-            self._workplace.part(self.file.name).replace(self._workplace.directory / self.file.name)
+            path.replace(self._workplace.final(self.file.name))
             _sync_folder(self._workplace.directory)
 
     def _fetch_proven(self, part: PartFile) -> None:
@@ -87,8 +95,10 @@ class FileFetch:
             )
             part.start_again()
         raise FetchFailed(
-            f"{self.file.name}: {self._line.hub.host} sent {self.file.size} bytes with another content "
-            f"{WHOLE_ATTEMPTS} times, expected {self.file.checksum}; use another --endpoint"
+            self.file.name,
+            f"{self._line.hub.host} sent {self.file.size} bytes with another content {WHOLE_ATTEMPTS} times, expected "
+            f"{self.file.checksum}; use another --endpoint",
+            may_pass=False,
         )
 
     def _fill(self, part: PartFile) -> None:
@@ -112,7 +122,7 @@ class FileFetch:
             try:
                 stream(self._line, url, wanted, part, self._sink, ignored >= RANGE_ATTEMPTS)
             except Transient as error:
-                failures = 1 if part.position > begin else failures + 1
+                failures = 1 if part.position - begin >= LEAST_BYTES else failures + 1
                 if isinstance(error, IgnoredRange):
                     ignored += 1
                     if ignored == RANGE_ATTEMPTS:
@@ -124,8 +134,10 @@ class FileFetch:
         """Wait before the next attempt, or give the file up."""
         if failures >= self._patience.attempts:
             raise FetchFailed(
-                f"{self.file.name}: given up at byte {part.position} of {self.file.size} after {failures} attempts "
-                f"without progress, the last: {error}; what is here is kept, run the same command again"
+                self.file.name,
+                f"given up at byte {part.position} of {self.file.size} after {failures} attempts "
+                f"without progress, the last: {error}; what is here is kept, run the same command again",
+                may_pass=True,
             )
         seconds = self._patience.wait_s(failures, error.retry_after_s, self._chance)
         if failures > 1 or error.retry_after_s is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from k3ray.download.block_journal import read_blocks
 from k3ray.download.checksums import hash_file
 from k3ray.download.counts import Counts
-from k3ray.download.file_fetch import FileFetch
+from k3ray.download.file_fetch import FetchFailed, FileFetch
 from k3ray.download.hub import HubFile, Listing
 from k3ray.download.patience import Patience
 from k3ray.download.record import Record, write_record
@@ -56,8 +56,11 @@ class FileJob:
         self.file = file
         self._setting = setting
         self._fetch: FileFetch | None = None
-        here = 0 if self._is_here() else setting.workplace.bytes_here(file)
-        setting.counts.expect(1, file.size, here)
+
+    def expect(self) -> None:
+        """Count the file among the work, once."""
+        here = 0 if self._is_here() else self._setting.workplace.bytes_here(self.file)
+        self._setting.counts.expect(1, self.file.size, here)
 
     def run(self) -> None:
         """Prove or fetch the file; raises what FileFetch.run raises."""
@@ -119,6 +122,8 @@ class FileJob:
         """Make a wrong file at the place the part, unless a part has something in it, or the file is a link's."""
         workplace, file = self._setting.workplace, self.file
         final, part = workplace.final(file.name), workplace.part(file.name)
+        if final.is_dir() and not final.is_symlink():
+            raise FetchFailed(file.name, f"a folder is in its place in {final.parent}; move it away", may_pass=False)
         if not workplace.owns(file.name) or workplace.bytes_here(file):
             return
         if final.stat().st_size != file.size:

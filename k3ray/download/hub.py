@@ -12,22 +12,30 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from k3ray.download.answers import Transient
 from k3ray.download.checksums import Checksum
 from k3ray.download.patience import parse_retry_after
+from k3ray.environment import EnvironmentFailure, is_hub_address
 from k3ray.http_client import is_private
 from k3ray.workers.failure import Failure
+
+try:  # the library reads its own variables when it is imported
+    from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+except ValueError as error:
+    raise EnvironmentFailure(
+        f"huggingface_hub does not understand the environment ({error}); correct or unset HF_HUB_ETAG_TIMEOUT and "
+        "HF_HUB_DOWNLOAD_TIMEOUT, which take whole seconds"
+    ) from None
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -175,12 +183,7 @@ def _ask_nobody_else() -> None:
 
 def check_endpoint(text: str, said_by: str) -> str:
     """The endpoint without a trailing slash; raises HubRefused when it is no address of a hub."""
-    try:
-        parts = urlsplit(text)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable or parts.username is not None or parts.query or parts.fragment:
+    if not is_hub_address(text):
         raise HubRefused(f"{said_by}: expected an address like {DEFAULT_ENDPOINT}, with no user, ? or #")
     return text.rstrip("/")
 

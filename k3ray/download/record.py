@@ -99,7 +99,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 def read_record(directory: Path) -> Record | None:
     """The folder's note, None where there is none; raises RecordError."""
     path = directory / FOLDER / NAME
-    advice = f"remove {path.parent} to begin the notes anew: files that are right are kept"
+    advice = f"remove {path} to begin the notes anew: files that are right, and parts of files, are kept"
     try:
         data = path.read_bytes()
     except FileNotFoundError:

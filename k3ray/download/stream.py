@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -61,10 +63,6 @@ def stream(line: Line, url: str, wanted: WantedBytes, part: PartFile, sink: Sink
     """
     try:
         _request(line, url, wanted, part, sink, accept_whole)
-    except httpx.TimeoutException:
-        raise Transient(f"{_host(url)}: no byte for {line.stall_s:g} s") from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Transient(f"{_host(url)}: {type(error).__name__} ({error})") from None
     finally:
         part.flush()
     if part.position < wanted.end:
@@ -75,7 +73,7 @@ def _request(line: Line, url: str, wanted: WantedBytes, part: PartFile, sink: Si
     for _ in range(MAX_REDIRECTS):
         headers = {**line.hub.headers_for(url), "range": wanted.range_header}
         at_hub = urlsplit(url).netloc == urlsplit(line.hub.endpoint).netloc
-        with line.client.stream("GET", url, headers=headers) as answer:
+        with _telling_host(url, line.stall_s), line.client.stream("GET", url, headers=headers) as answer:
             if at_hub:
                 check_linked(wanted, answer.headers)
             if answer.has_redirect_location:
@@ -91,6 +89,17 @@ def _request(line: Line, url: str, wanted: WantedBytes, part: PartFile, sink: Si
             _receive(line, answer, wanted, part, sink, skip)
             return
     raise Transient(f"more than {MAX_REDIRECTS} redirects")
+
+
+@contextmanager
+def _telling_host(url: str, stall_s: float) -> Iterator[None]:
+    """What breaks on the way to a host becomes Transient with its name."""
+    try:
+        yield
+    except httpx.TimeoutException:
+        raise Transient(f"{_host(url)}: no byte for {stall_s:g} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # the last: a host that is no name
+        raise Transient(f"{_host(url)}: {type(error).__name__} ({error})") from None
 
 
 def _receive(line: Line, answer: httpx.Response, wanted: WantedBytes, part: PartFile, sink: Sink, skip: int) -> None:

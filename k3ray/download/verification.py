@@ -5,8 +5,9 @@ Asks no network: what the hub says comes in as a listing, or from the note of th
 
 from __future__ import annotations
 
-import os
+import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from k3ray.amounts import decimal_size
@@ -21,7 +22,7 @@ from k3ray.download.vocabulary_proof import prove_vocabulary
 from k3ray.download.workplace import Workplace
 from k3ray.workers.checkpoint.binding import bind
 from k3ray.workers.checkpoint.index import open_index
-from k3ray.workers.checkpoint.shard_files import SUFFIX, CheckpointError
+from k3ray.workers.checkpoint.shard_files import SUFFIX, shard_names_in
 from k3ray.workers.failure import Failure
 
 ONLY_TOKENIZER = "only the tokenizer was asked for"
@@ -29,23 +30,32 @@ NAN = "NaN scales"
 Look = Callable[[int, int], None]
 
 
-def verify(directory: Path, deep: bool, listing: Listing | None, look: Look, scales: bool = True) -> Verdict:
-    """Prove the folder; raises CheckpointError only where it cannot be looked at at all.
+def verify(
+    directory: Path,
+    deep: bool,
+    listing: Listing | None,
+    look: Look,
+    scales: bool = True,
+    only_tokenizer: bool = False,
+) -> Verdict:
+    """Prove the folder; raises NoCheckpointFolder only where it cannot be looked at at all.
 
     look: told (bytes read, bytes to read); scales: whether they are read for NaN, 5.5 % of the released bytes.
+    only_tokenizer: leave the shards aside, as where nothing else was downloaded.
     """
+    here, no_files = _shards_here(directory)
     workplace = Workplace(directory.resolve())
-    here = _shards_here(workplace.directory)
     known = read_known(workplace.directory, listing)
     reading = Reading(look)
-    if not here and known.record is not None and known.record.wanted <= set(TOKENIZER):
+    alone = not here and known.record is not None and known.record.wanted <= set(TOKENIZER)
+    if only_tokenizer or alone:
         vocabulary = prove_vocabulary(workplace, known)
-        checksums, proven = _checksums(workplace, here, known, [vocabulary], deep, reading)
+        checksums, proven = _checksums(workplace, {}, known, [vocabulary], deep, reading)
         return Verdict(str(directory), (vocabulary, checksums), ONLY_TOKENIZER, frozenset(proven), True)
     foreign = _foreign(here, known)
     own = [name for name in here if name not in foreign]
     shards = reading.threads(lambda name: prove_shard(workplace.final(name), known.index), own)
-    sizes = _sizes(here, foreign, known)
+    sizes = _sizes(here, no_files, foreign, known)
     findings = [*_small_files(known), *sizes, *_contents(workplace, shards, known, sizes[0].status != FAIL)]
     findings.append(_nan_scales(workplace, shards, reading) if scales else unchecked(NAN, "left out: --no-scales"))
     findings.append(prove_vocabulary(workplace, known))
@@ -54,21 +64,19 @@ def verify(directory: Path, deep: bool, listing: Listing | None, look: Look, sca
     return Verdict(str(directory), (*findings, checksums), known.partial, frozenset(proven), repairable)
 
 
-def _shards_here(directory: Path) -> dict[str, int]:
-    """Bytes of each shard in the folder, -1 for one that cannot be looked at."""
-    try:
-        names = sorted(entry.name for entry in os.scandir(directory) if not entry.is_dir())
-    except OSError as error:
-        expected = "a folder with a checkpoint's .safetensors files"
-        raise CheckpointError(directory, f"no folder that can be read ({error.strerror})", expected) from None
-    here = {}
-    for name in names:
-        if name.endswith(SUFFIX) and not name.startswith("."):
-            try:
-                here[name] = (directory / name).stat().st_size
-            except OSError:  # a link to nowhere
-                here[name] = -1
-    return here
+def _shards_here(directory: Path) -> tuple[dict[str, int], list[Problem]]:
+    """Bytes of each shard in the folder, and those that are no files: a link to nowhere or to itself, a pipe."""
+    here, problems = {}, []
+    for name in shard_names_in(directory):
+        try:
+            found = (directory / name).stat()
+            if stat.S_ISREG(found.st_mode):
+                here[name] = found.st_size
+            else:  # opening a pipe would wait for ever
+                problems.append(Problem(name, "is no file, but a pipe or a device"))
+        except OSError as error:
+            problems.append(Problem(name, f"cannot be read ({error.strerror})"))
+    return here, problems
 
 
 def _small_files(known: Known) -> list[Finding]:
@@ -100,12 +108,14 @@ def _foreign(here: dict[str, int], known: Known) -> list[str]:
     return [name for name in here if name not in stated] if stated else []
 
 
-def _sizes(here: dict[str, int], foreign: list[str], known: Known) -> list[Finding]:
+def _sizes(here: dict[str, int], no_files: list[Problem], foreign: list[str], known: Known) -> list[Finding]:
     """How many shards, each one's size, and the total."""
     expected = known.expected or frozenset(here)
-    missing = sorted(expected - set(here))
-    problems = [Problem(name, "is missing") for name in missing]
+    missing = sorted(expected - set(here) - {problem.file for problem in no_files})
+    problems = [replace(problem, refetch=problem.file in expected) for problem in no_files]
+    problems += [Problem(name, "is missing") for name in missing]
     problems += [Problem(name, "is no shard of this checkpoint: move it away", refetch=False) for name in foreign]
+    problems.sort(key=lambda problem: (not problem.refetch, problem.file))
     if not here:
         problems = problems or [Problem(f"*{SUFFIX}", "there is no shard here", refetch=False)]
     detail = f"{len(set(here) & expected)} of {len(expected)}" + (f" ({known.partial})" if known.partial else "")

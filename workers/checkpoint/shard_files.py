@@ -23,6 +23,12 @@ class CheckpointError(Failure):
         super().__init__(f"{path}: found {found}, expected {expected}")
 
 
+class NoCheckpointFolder(CheckpointError):
+    """A path that is no folder: of a mistyped command rather than of a damaged checkpoint."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True, slots=True)
 class ShardFiles:
     """The shards of a folder by name, the index file or None, and the stamp over every file's size, times and inode."""
@@ -35,15 +41,9 @@ class ShardFiles:
 
 def list_shard_files(directory: Path) -> ShardFiles:
     """Look at a checkpoint folder; raises CheckpointError when it is none or a file cannot be looked at."""
-    try:
-        directory = directory.resolve(strict=True)
-        names = sorted(entry.name for entry in os.scandir(directory) if not entry.is_dir())
-    except OSError as error:
-        expected = "a folder with a checkpoint's .safetensors files"
-        raise CheckpointError(directory, f"no folder that can be read ({error.strerror})", expected) from error
+    chosen = shard_names_in(directory)
+    directory = directory.resolve()
     index_path = find_index_file(directory)
-    # a name with a leading dot is another program's (macOS leaves `._model...` beside every file)
-    chosen = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
     digest = hashlib.blake2b(digest_size=16)
     shards = []
     for name in chosen + ([index_path.name] if index_path else []):
@@ -56,6 +56,27 @@ def list_shard_files(directory: Path) -> ShardFiles:
         if name in chosen:
             shards.append(Shard(name, stat.st_size, stat.st_mtime_ns))
     return ShardFiles(directory, tuple(shards), index_path, digest.hexdigest())
+
+
+def shard_names_in(directory: Path) -> list[str]:
+    """The names of a folder's shards, ascending, links to nowhere included; raises NoCheckpointFolder.
+
+    A name with a leading dot is another program's (macOS leaves `._model...` beside every file).
+    """
+    try:
+        with os.scandir(directory) as entries:
+            found = [entry for entry in entries if entry.name.endswith(SUFFIX) and not entry.name.startswith(".")]
+    except OSError as error:
+        expected = "a folder with a checkpoint's .safetensors files"
+        raise NoCheckpointFolder(directory, f"no folder that can be read ({error.strerror})", expected) from error
+    return sorted(entry.name for entry in found if not _is_folder(entry))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def published_sizes(directory: Path) -> dict[str, int]:

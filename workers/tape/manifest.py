@@ -36,6 +36,17 @@ class TapeError(Failure):
         super().__init__(f"{path}: found {found}, expected {expected}; {advice}")
 
 
+class NoTape(TapeError):
+    """A path at which there is no tape."""
+
+    exit_code = 2
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            folder, "no such folder", "the folder that `k3ray pack` made", "correct the path, or pack the model first"
+        )
+
+
 class TapeIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a tape was made from and how.
 
@@ -120,8 +131,10 @@ def write_manifest(folder: Path, identity: TapeIdentity, checksums: Sequence[int
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a tape, every field typed and the digest proven; raises TapeError."""
+    """The manifest of a tape, every field typed and the digest proven; raises NoTape or TapeError."""
     path = folder / MANIFEST_NAME
+    if not folder.is_dir():
+        raise NoTape(folder)
     try:
         with path.open("rb") as file:
             text = file.read(MAX_MANIFEST_BYTES)
