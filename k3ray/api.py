@@ -24,8 +24,9 @@ from k3ray.placing import cluster_wish
 from k3ray.report import Generation, Settings
 from k3ray.starting import RunRequest
 from k3ray.transcript import Token
+from k3ray.workers.checkpoint.leftovers import unused_line
 from k3ray.workers.loading import CheckpointSpec, open_what_is_here
-from k3ray.workers.model.config import read_config
+from k3ray.workers.model.config import read_config, unknown_line
 
 __all__ = ["Generation", "Model", "Settings", "Token", "open_model"]
 
@@ -93,6 +94,8 @@ def open_model(
     settings = Settings(stages or 1, expert_shards or 0, threads, num_layers)
     one_host = make_plan(spec, 1 if stages is None else stages, expert_shards or 0, threads, physical_cores())
     checkpoint = open_what_is_here(spec)
+    for line in filter(None, (unknown_line(config_path or source.model_dir), unused_line(checkpoint.binding.left))):
+        say(f"warning: {line}")
     folders = (source.model_dir, *spec.mirrors)
     cluster = cluster_wish(
         checkpoint.config, folders, _path(tape), stages, expert_shards, wishes, _path(plan), _path(roots), layers

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from k3ray.api import open_model
 from k3ray.cli import main
 
 FIRST = ["--ids", "3,5,7"]
@@ -153,3 +154,12 @@ def test_a_malformed_environment(
     with pytest.raises(SystemExit) as ending:
         main()
     assert ending.value.code == 2 and "OMP_NUM_THREADS=many" in capsys.readouterr().err
+
+
+def test_a_field_that_is_not_known_is_told_before_a_run(model: Path, bare_environment: None) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["attn_logit_softcapping"] = 30.0
+    (model / "config.json").write_text(json.dumps(config))
+    lines: list[str] = []
+    open_model(model, threads=1, say=lines.append).close()
+    assert any(line.startswith("warning: ") and "text_config.attn_logit_softcapping" in line for line in lines)

@@ -14,6 +14,7 @@ import pytest
 from k3ray.workers.checkpoint import shapes
 from k3ray.workers.checkpoint.binding import BindError, Binding, bind, read_a_log
 from k3ray.workers.checkpoint.index import open_index, open_names
+from k3ray.workers.checkpoint.leftovers import unused_line
 from k3ray.workers.checkpoint.tensors import TensorReader, TensorReadError
 from k3ray.workers.model.config import ModelConfig, read_config
 
@@ -319,6 +320,45 @@ def test_what_is_left_is_counted_by_kind(tmp_path: Path, config: ModelConfig, go
         "unused below the text prefix": 2,
         "other": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        (f"{RELEASED}layers.2.self_attn.q_proj.bias", ("BF16", [192])),
+        (f"{RELEASED}layers.3.self_attn.o_proj.bias", ("BF16", [160])),
+        (f"{RELEASED}layers.1.block_sparse_moe.gate.bias", ("F32", [16])),
+        (f"{RELEASED}layers.5.block_sparse_moe.experts.3.w1.bias", ("BF16", [64])),
+        (f"{RELEASED}layers.4.input_layernorm.bias", ("BF16", [160])),
+        ("language_model.lm_head.bias", ("BF16", [512])),
+    ],
+)
+def test_a_bias_that_would_be_left_out_is_refused(
+    tmp_path: Path, config: ModelConfig, golden: Table, name: str, tensor: tuple[str, list[int]]
+) -> None:
+    error = refusal(tmp_path, config, golden | {name: tensor})
+    assert f'"{name}": found a bias, 1 of this kind; expected none' in error.problems[0]
+
+
+def test_parts_that_only_the_config_leaves_out_are_refused(tmp_path: Path, config: ModelConfig, golden: Table) -> None:
+    for other, kinds in (
+        (dataclasses.replace(config, latent_moe_use_norm=False), ["routed_expert_norm"]),
+        (dataclasses.replace(config, num_shared_experts=0), ["shared_experts"] * 3),
+    ):
+        error = refusal(tmp_path, other, golden)
+        assert len(error.problems) == len(kinds) and error.count == 8 * len(kinds)
+        assert all(kind in line for kind, line in zip(kinds, error.problems, strict=True))
+        assert "a part that the config leaves out" in error.problems[0]
+
+
+def test_what_looks_like_the_model_and_is_not_used_is_told(tmp_path: Path, config: ModelConfig, golden: Table) -> None:
+    assert unused_line(bind_table(tmp_path, config, golden).left) == ""
+    extra: Table = {
+        f"{RELEASED}layers.2.self_attn.q_norm.weight": ("BF16", [64]),
+        f"{RELEASED}layers.9.input_layernorm.weight": ("BF16", [160]),
+    }
+    line = unused_line(bind_table(tmp_path, config, golden | extra).left)
+    assert "1 unused below the text prefix, 1 layers after the last" in line
 
 
 def test_fewer_layers_bind_fewer_tensors(k3b_dir: Path, config: ModelConfig, golden: Table) -> None:

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3ray.workers.model.config import ConfigError, ModelConfig, read_config
+from k3ray.workers.checkpoint.synthetic_spec import SyntheticSpec, encode_config
+from k3ray.workers.model.config import ConfigError, ModelConfig, read_config, unknown_fields, unknown_line
+from k3ray.workers.model.config_without_effect import WITHOUT_EFFECT
 
 JsonObject = dict[str, Any]
 
@@ -210,6 +212,8 @@ def test_fields_that_vary_are_honoured(tmp_path: Path, released: JsonObject) -> 
         ("num_nextn_predict_layers", False),
         ("num_key_value_heads", 1),
         ("topk_method", "greedy"),
+        ("pruned_heads", {"0": [1]}),
+        ("model_type", "deepseek_v3"),
         ("num_experts_per_token", 0),
         ("num_experts_per_token", -1),
         ("num_experts_per_token", 17),
@@ -219,6 +223,8 @@ def test_fields_that_vary_are_honoured(tmp_path: Path, released: JsonObject) -> 
         ("linear_attn_config/gate_lower_bound", 5.0),
         ("quantization_config/format", "pack-quantized"),
         ("quantization_config/quant_method", "fp8"),
+        ("quantization_config/transform_config", {"config_groups": {}}),
+        ("quantization_config/sparsity_config", {"format": "dense"}),
         ("quantization_config/config_groups", {}),
         ("quantization_config/config_groups/group_0/weights", None),
         ("quantization_config/config_groups/group_0/weights/group_size", 16),
@@ -354,3 +360,65 @@ def test_any_value_in_any_field_is_a_refusal_or_a_config(
         read_text(folder, json.dumps(changed(released, place, data.draw(JSON_VALUES))))
     except ConfigError as error:
         assert error.problems  # and never another exception
+
+
+def leaves(document: JsonObject, place: tuple[str, ...] = ()) -> list[tuple[str, object]]:
+    """Every field of the file that holds no object of its own, by its place."""
+    found: list[tuple[str, object]] = []
+    for key, value in document.items():
+        inner = isinstance(value, dict) and value
+        found += leaves(value, (*place, key)) if inner else [("/".join((*place, key)), value)]
+    return found
+
+
+def others(value: object) -> list[object]:
+    """Other values of the same kind, and of another one."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1, value * 2 + 1, -1]
+    if isinstance(value, list):
+        return [value[:-1], [*value, *value[-1:]]]
+    return ["other", {"a": 1}]
+
+
+def test_no_field_is_ignored_without_a_reason(tmp_path: Path, released: JsonObject, k3b_dir: Path) -> None:
+    """Each field changed alone is refused, or changes the record, or is in the list of fields without effect."""
+    record, silent = read_config(k3b_dir), set()
+    for place, value in leaves(released):
+        for other in others(value):
+            document = changed(released, place, other)
+            try:
+                same = read_text(tmp_path, json.dumps(document)) == record
+            except ConfigError:
+                continue
+            if same and other != value:
+                silent.add(place)
+    names = {place.removeprefix("text_config/").split("/")[0] for place in silent}
+    assert names - WITHOUT_EFFECT == {"quantization_config"}
+    inside = {place.rpartition("/")[2] for place in silent if "quantization_config" in place}
+    assert inside == {
+        "global_compression_ratio",
+        "ignore",
+        "observer",
+        "observer_kwargs",
+        "quantization_status",
+        "targets",
+    }
+
+
+def test_a_field_that_nobody_knows_is_told(tmp_path: Path, released: JsonObject, k3b_dir: Path) -> None:
+    assert unknown_fields(k3b_dir) == () and unknown_line(k3b_dir) == ""
+    document = changed(released, "text_config/attn_logit_softcapping", 30.0) | {"rope_scaling": None}
+    document = changed(document, "text_config/linear_attn_config/gate_kind", "exp")
+    read_text(tmp_path, json.dumps(document))
+    places = ("rope_scaling", "text_config.attn_logit_softcapping", "text_config.linear_attn_config.gate_kind")
+    assert unknown_fields(tmp_path) == places
+    assert ", ".join(places) in unknown_line(tmp_path)
+    read_text(tmp_path, json.dumps(flat(document) | {f"new_{number}": 1 for number in range(9)}))
+    assert "and 3 more" in unknown_line(tmp_path)
+
+
+def test_a_made_config_has_known_fields_only(tmp_path: Path) -> None:
+    read_text(tmp_path, encode_config(SyntheticSpec()))
+    assert unknown_fields(tmp_path) == ()

@@ -18,6 +18,7 @@ from k3ray.workers.checkpoint.leftovers import count_left
 from k3ray.workers.checkpoint.names import PLACE, numbers_of
 from k3ray.workers.checkpoint.shapes import TensorType
 from k3ray.workers.checkpoint.tensors import TensorReader, TensorReadError, require_finite
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 from k3ray.workers.model.config import ModelConfig
 
@@ -35,8 +36,7 @@ class BindError(Failure):
         self.count = count
         listed = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED])
         more = f"\n  and {count - MAX_LISTED} more" if count > MAX_LISTED else ""
-        noun = "problem" if count == 1 else "problems"
-        super().__init__(f"{directory}: {count} {noun} binding the text model:{listed}{more}\n{advice}")
+        super().__init__(f"{directory}: {counted(count, 'problem')} binding the text model:{listed}{more}\n{advice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ def bind(config: ModelConfig, index: TensorIndex) -> Binding:
     prefix = find_prefix(index)
     binder = Binder(config, index, prefix)
     binder.refuse_unpacked_experts()
+    binder.refuse_unused_parts()
     for short, expected in shapes.top_tensors(config).items():
         binder.bind_one(short, shapes.top_name(prefix, short), expected)
     for layer in range(config.num_hidden_layers):
@@ -200,6 +201,23 @@ class Binder:
                 self.note(
                     f"{name}: {beside}, {count} of this kind; expected weight_packed and weight_scale only", count
                 )
+
+    def refuse_unused_parts(self) -> None:
+        """Note biases, and parts that the config leaves out and the checkpoint has: the sums would be without them."""
+        start, config = f"{self.prefix}layers.{PLACE}.", self.config
+        bound = {shapes.top_name(self.prefix, short) for short in shapes.top_tensors(config)}
+        bound |= {
+            start + short for layer in range(config.num_hidden_layers) for short in shapes.layer_tensors(config, layer)
+        }
+        bound |= {f"{start}{shapes.EXPERTS}{PLACE}.{short}" for short in shapes.expert_tensors(config)}
+        optional = tuple(start + part for part in shapes.OPTIONAL_PARTS)
+        for template, count in self.index.templates().items():
+            stem = template.removesuffix(".bias")
+            is_bias = stem != template and not bound.isdisjoint((f"{stem}.weight", f"{stem}.weight_packed"))
+            if count and (is_bias or (template.startswith(optional) and template not in bound)):
+                name = show_name(self.index.name(self.index.rows_of(template).start))
+                what = "a bias" if is_bias else "a part that the config leaves out"
+                self.note(f"{name}: found {what}, {count} of this kind; expected none", count)
 
     def note_wrong(self, row: int, expected: TensorType) -> None:
         """Note a tensor of another dtype or shape."""

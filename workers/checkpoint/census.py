@@ -12,9 +12,9 @@ from k3ray.workers.checkpoint import shapes
 from k3ray.workers.checkpoint.binding import Binding, bind
 from k3ray.workers.checkpoint.index import open_index, open_names
 from k3ray.workers.checkpoint.index_table import TensorIndex
-from k3ray.workers.checkpoint.leftovers import PROJECTOR, VISION
+from k3ray.workers.checkpoint.leftovers import PROJECTOR, VISION, unused_line
 from k3ray.workers.checkpoint.shard_files import list_shard_files
-from k3ray.workers.model.config import ModelConfig, read_config
+from k3ray.workers.model.config import ModelConfig, read_config, unknown_line
 
 # object of the census -> short kinds that belong to it
 _OBJECTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -87,11 +87,13 @@ def read_census(model_dir: Path) -> Census:
     files = list_shard_files(model_dir)
     names_only = not files.shards and files.index_path is not None
     index = open_names(model_dir) if names_only else open_index(model_dir)
-    return take_census(config, index, bind(config, index))
+    return take_census(config, index, bind(config, index), tuple(filter(None, (unknown_line(model_dir),))))
 
 
-def take_census(config: ModelConfig, index: TensorIndex, binding: Binding) -> Census:
-    """Count a bound checkpoint."""
+def take_census(
+    config: ModelConfig, index: TensorIndex, binding: Binding, observations: tuple[str, ...] = ()
+) -> Census:
+    """Count a bound checkpoint. observations: what was noticed before, to be told with the others."""
     groups = _group_bytes(config, index, binding)
     bound_bytes = sum(groups.values())
     tensor_bytes = index.total_bytes() if index.has_shapes else None
@@ -125,7 +127,7 @@ def take_census(config: ModelConfig, index: TensorIndex, binding: Binding) -> Ce
         expert_bytes=expert_bytes,
         trunk_bytes=bound_bytes - groups[ROUTED] - sum(shapes.nbytes(shapes.top_tensors(config)[name]) for name in top),
         expert_bytes_per_token=len(config.moe_layers) * config.num_experts_per_token * expert_bytes,
-        observations=_observations(config, index, binding, tensor_bytes),
+        observations=(*_observations(config, index, binding, tensor_bytes), *observations),
     )
 
 
@@ -159,6 +161,8 @@ def _observations(
                 f"A_log is stored {list(entry.shape)} for {config.kda_num_heads} heads (the config gives heads, the "
                 "code reads one value a head, the checkpoint pads): entries after the heads must be zero."
             )
+    if unused := unused_line(binding.left):
+        found.append(f"T{unused[1:]}.")
     if tensor_bytes is not None and index.stated_bytes not in (None, tensor_bytes):
         found.append(f"The index file states {index.stated_bytes} bytes of tensors, the shards hold {tensor_bytes}.")
     return tuple(found)

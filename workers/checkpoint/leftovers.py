@@ -40,6 +40,12 @@ def count_left(config: ModelConfig, index: TensorIndex, prefix: str, bound: dict
     return {kind: count for kind, count in left.items() if count}
 
 
+def unused_line(left: dict[str, int]) -> str:
+    """What is said of tensors that look like the text model's and are not used; empty where there are none."""
+    counts = ", ".join(f"{left[kind]:,} {kind}" for kind in (UNUSED, LATER_LAYERS, OTHER) if left.get(kind))
+    return f"tensors left alone: {counts}: if the model needs them, this is not what it computes" if counts else ""
+
+
 def _elsewhere(template: str, prefix: str) -> str | None:
     """The kind of a template outside the text model, None for one inside."""
     for start, kind in _ELSEWHERE:

@@ -44,6 +44,8 @@ def bind_part(config: ModelConfig, indices: Sequence[TensorIndex], part: ModelPa
         raise BindError(where, [problem], 1, "Name folders with the shards of one conversion.")
     prefix = prefixes.pop()
     binders = [Binder(config, index, prefix) for index in indices]
+    for binder in binders:
+        binder.refuse_unused_parts()
     missing = _bind_named(config, binders, prefix, part) + _bind_experts(config, binders, prefix, part)
     problems = [problem for binder in binders for problem in binder.problems] + missing[:MAX_LISTED]
     count = sum(binder.count for binder in binders) + len(missing)

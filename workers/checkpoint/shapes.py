@@ -15,6 +15,7 @@ TensorType = tuple[str, tuple[int, ...]]  # (safetensors dtype, shape)
 RELEASED_PREFIX = "language_model.model."
 CONVERTED_PREFIX = "model."
 EXPERTS = "block_sparse_moe.experts."
+OPTIONAL_PARTS = ("block_sparse_moe.routed_expert_norm.", "block_sparse_moe.shared_experts.")  # config may leave out
 A_LOG = "self_attn.A_log"
 LM_HEAD = "lm_head.weight"
 EXPERT_MATRICES = ("w1", "w2", "w3")  # gate, down, up

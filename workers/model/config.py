@@ -11,11 +11,13 @@ from typing import Any
 
 from k3ray.workers.model.config_document import ConfigDocument, ConfigError, show
 from k3ray.workers.model.config_rules import MXFP4_GROUP, check_quantisation, check_released, read_layer_lists
+from k3ray.workers.model.config_without_effect import WITHOUT_EFFECT
 
-__all__ = ["ConfigError", "ModelConfig", "read_config"]
+__all__ = ["ConfigError", "ModelConfig", "read_config", "unknown_fields", "unknown_line"]
 
 MAX_SIZE = 2**24  # no width, head count or vocabulary comes near it; products of two still fit 64 bits
 MAX_LAYERS = 4096
+MAX_LISTED = 8
 MAX_EXPERTS = 2**16
 
 
@@ -126,7 +128,29 @@ _POSITIVE: tuple[tuple[str, str], ...] = (
 
 def read_config(path: Path) -> ModelConfig:
     """The config in `path`, a config.json or the directory that holds one; raises ConfigError with every problem."""
+    return _read(ConfigDocument(path))
+
+
+def unknown_fields(path: Path) -> tuple[str, ...]:
+    """The dotted names of a valid config's fields that nothing here reads or knows to be without effect.
+
+    Such a field may select another model: whoever runs this one has to hear of it. Raises ConfigError.
+    """
     document = ConfigDocument(path)
+    _read(document)
+    return document.unasked(WITHOUT_EFFECT)
+
+
+def unknown_line(path: Path) -> str:
+    """What is said of unknown_fields; empty where there are none."""
+    names = unknown_fields(path)
+    if not names:
+        return ""
+    listed = ", ".join(names[:MAX_LISTED]) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
+    return f"config.json has fields that are not known here and not used: {listed}: one may mean another model"
+
+
+def _read(document: ConfigDocument) -> ModelConfig:
     values: dict[str, Any] = {name: document.whole(key, 1, high, kda=kda) for name, key, kda, high in _SIZES}
     layers = values["num_hidden_layers"]
     values["first_k_dense_replace"] = document.whole("first_k_dense_replace", 0, layers or MAX_LAYERS)

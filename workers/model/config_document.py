@@ -68,6 +68,7 @@ class ConfigDocument:
         """Parse `path` (a config.json or the directory that holds one); raises ConfigError when there is no object."""
         self.path = path / FILE_NAME if path.is_dir() else path
         self.problems: list[str] = []
+        self._asked: set[str] = set()
         self.root: dict[str, Any] = self._parse(self._read())
         self.nested = TEXT in self.root
         for place in ((TEXT,), (KDA,), (TEXT, KDA)):
@@ -93,6 +94,7 @@ class ConfigDocument:
 
     def value(self, key: str, kda: bool = False, expected: str = "a value", required: bool = True) -> Any:
         """The one value of `key`, or None with a problem noted when it is missing or differs between two places."""
+        self._asked.add(key)
         places = [place for place in _places(kda) if key in self._at(place)]
         found = [(".".join((*place, key)), self._at(place)[key]) for place in places]
         if not found:
@@ -107,6 +109,11 @@ class ConfigDocument:
         if value is None and required:
             self.note(first, "null", expected)
         return value
+
+    def own_value(self, key: str, text: bool) -> Any:
+        """The value of `key` in the file's top (or in the text model's object) alone; None when it is not there."""
+        self._asked.add(key)
+        return self._at((TEXT,) if text else ()).get(key)
 
     def whole(self, key: str, low: int, high: int, kda: bool = False) -> int | None:
         """A whole number low..high; true, 7168.0 and "7168" are not whole numbers."""
@@ -148,6 +155,12 @@ class ConfigDocument:
             return value
         self.note(self.field(key, kda), show(value), expected)
         return None
+
+    def unasked(self, without_effect: frozenset[str]) -> tuple[str, ...]:
+        """The dotted places of fields of the text model that nobody has asked for and that are not in the list."""
+        known = self._asked | without_effect | {TEXT, KDA}
+        places = ((), (TEXT,), (TEXT, KDA), (KDA,))
+        return tuple(".".join((*place, key)) for place in places for key in self._at(place) if key not in known)
 
     def _at(self, place: tuple[str, ...]) -> dict[str, Any]:
         """The object at a place, empty when there is none (its wrong type is noted once, at construction)."""

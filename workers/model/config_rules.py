@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from k3ray.workers.model.config_document import ConfigDocument, same, show
+from k3ray.workers.model.config_document import TEXT, ConfigDocument, same, show
 
 MXFP4 = "mxfp4-pack-quantized"
 MXFP4_GROUP = 32  # columns that share one scale byte
@@ -28,7 +28,12 @@ RELEASED: tuple[tuple[str, bool, object], ...] = (
     ("num_nextn_predict_layers", False, 0),
 )
 # Not in every converted file, but another value means another model.
-RELEASED_IF_PRESENT: tuple[tuple[str, object], ...] = (("topk_method", "noaux_tc"), ("attention_bias", False))
+RELEASED_IF_PRESENT: tuple[tuple[str, object], ...] = (
+    ("topk_method", "noaux_tc"),
+    ("attention_bias", False),
+    ("pruned_heads", {}),
+)
+MODEL_TYPES = ("kimi_k3", "kimi_linear")  # of the released file and of the text model in it
 
 QUANTISATION: tuple[tuple[str, object], ...] = (("quant_method", "compressed-tensors"), ("format", MXFP4))
 WEIGHTS: tuple[tuple[str, object], ...] = (
@@ -45,6 +50,7 @@ WEIGHTS_IF_PRESENT: tuple[tuple[str, object], ...] = (
     ("scale_dtype", "torch.uint8"),
     ("zp_dtype", None),
 )
+TRANSFORMS = ("sparsity_config", "transform_config")  # ways of storing weights that are not MXFP4 alone
 
 
 def check_released(document: ConfigDocument) -> None:
@@ -58,6 +64,10 @@ def check_released(document: ConfigDocument) -> None:
         value = document.value(key, required=False)
         if value is not None and not (type(value) is type(released) and value == released):
             document.note(document.field(key), show(value), f"{json.dumps(released)} (the released model's)")
+    for place, text_model in (("model_type", False), (f"{TEXT}.model_type", True)):
+        found = document.own_value("model_type", text_model)
+        if found is not None and found not in MODEL_TYPES:
+            document.note(place, show(found), f"one of {json.dumps(MODEL_TYPES)}, whose formulas these are")
 
 
 def check_quantisation(document: ConfigDocument) -> None:
@@ -72,6 +82,9 @@ def check_quantisation(document: ConfigDocument) -> None:
         return
     _require(document, place, section, QUANTISATION)
     _allow(document, place, section, (("kv_cache_scheme", None),))
+    for key in TRANSFORMS:
+        if section.get(key) not in (None, {}):
+            document.note(f"{place}.{key}", show(section[key]), "nothing")
     groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         found = "nothing" if groups is None else show(groups)
