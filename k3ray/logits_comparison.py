@@ -86,7 +86,7 @@ def compare_logits(a: Floats, b: Floats) -> LogitsDifference:
     a_rows, b_rows = np.atleast_2d(a), np.atleast_2d(b)
     if a_rows.shape != b_rows.shape:
         raise LogitsMismatch(f"A has the shape {a.shape}, B {b.shape}: they are not logits of the same positions")
-    if a_rows.ndim != 2 or not a_rows.size:
+    if a.ndim not in (1, 2) or b.ndim not in (1, 2) or not a_rows.size:
         raise LogitsMismatch(f"found the shape {a.shape}, expected (vocab,) or (rows, vocab) with something in it")
     for name, rows in (("A", a_rows), ("B", b_rows)):
         bad = np.argwhere(~np.isfinite(rows))

@@ -36,11 +36,25 @@ def read_logits(name: str) -> Floats:
         contents = path.read_bytes()
     except OSError as error:
         raise LogitsFileFailure(f"{path}: {error.strerror}; name a file that can be read") from None
-    if contents.startswith((b"\x93NUMPY", b"PK\x03\x04")):  # its header would be taken for logits
-        raise LogitsFileFailure(f"{path}: found a file of numpy's, expected raw float32; rename it to .npy or .npz")
+    if kind := _other_kind(contents):  # its header would be taken for logits
+        raise LogitsFileFailure(f"{path}: found {kind}, expected raw float32, as k3ray generate --dump-logits writes")
     if not contents or len(contents) % 4:
         raise LogitsFileFailure(f"{path}: found {len(contents)} bytes, expected little-endian float32, 4 bytes each")
     return np.frombuffer(contents, "<f4")
+
+
+def _other_kind(contents: bytes) -> str:
+    """What else these bytes are, as far as their beginning tells; empty for what may be logits."""
+    if contents.startswith((b"\x93NUMPY", b"PK\x03\x04")):
+        return "a file of numpy's (rename it to .npy or .npz)"
+    if contents.startswith(b"k3ray state file"):
+        return "a saved state"
+    header = int.from_bytes(contents[:8], "little")
+    if contents[8:9] == b"{" and 2 <= header <= len(contents) - 8:
+        return "a safetensors file"
+    # sixteen floats of nothing but printable bytes: less likely by chance than 1e-20
+    is_text = len(contents) >= 64 and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in contents[:64])
+    return "a text" if is_text else ""
 
 
 def _split(name: str) -> tuple[Path, str | None]:
@@ -83,12 +97,21 @@ def _json(path: Path) -> Floats:
             )
         document = document["logits"]
     try:
-        return _floats(str(path), np.array(document, np.float64))
-    except (TypeError, ValueError, OverflowError):
-        raise LogitsFileFailure(f"{path}: expected numbers, or rows of numbers of one length") from None
+        if _only_numbers(document):
+            return _floats(str(path), np.array(document, np.float64))
+    except (ValueError, OverflowError, RecursionError):
+        pass
+    raise LogitsFileFailure(f"{path}: expected numbers, or rows of numbers of one length")
+
+
+def _only_numbers(value: Any) -> bool:
+    """Whether there is nothing but numbers below: numpy would take "1.5" and true for numbers, too."""
+    return all(map(_only_numbers, value)) if isinstance(value, list) else type(value) in (int, float)
 
 
 def _floats(name: str, values: npt.NDArray[Any]) -> Floats:
-    if values.dtype.kind != "f":
-        raise LogitsFileFailure(f"{name}: found {values.dtype}, expected floating-point logits")
+    if (
+        values.dtype.kind != "f" or values.dtype.itemsize > 8
+    ):  # wider than double would be rounded before it is compared
+        raise LogitsFileFailure(f"{name}: found {values.dtype}, expected logits in float16, float32 or float64")
     return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ def test_what_must_hold_for_any_two(pair: Any) -> None:
         (np.zeros(2), np.array([-np.inf, 0]), "B has 1 values"),
         (np.zeros((0, 3)), np.zeros((0, 3)), "with something in it"),
         (np.zeros((1, 1, 3)), np.zeros((1, 1, 3)), r"expected \(vocab,\)"),
+        (np.float32(3), np.float32(3), r"found the shape \(\), expected \(vocab,\)"),
+        (np.zeros((1, 1)), np.float32(3), r"expected \(vocab,\)"),
     ],
 )
 def test_what_cannot_be_compared(a: Any, b: Any, words: str) -> None:
@@ -172,6 +175,64 @@ def test_a_numpy_file_of_another_ending_is_not_taken_for_raw_floats(tmp_path: Pa
     with pytest.raises(LogitsFileFailure, match=r"rename it to \.npy"):
         read_logits(str(tmp_path / "a.logits"))
     assert read_logits(str((tmp_path / "a.npy").rename(tmp_path / "a.NPY"))).shape == (32,)
+
+
+def test_files_of_other_commands_are_not_taken_for_raw_floats(tmp_path: Path, k3b_dir: Path) -> None:
+    """Each padded to a length that float32 could have."""
+    header = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}  '
+    for contents, words in (
+        (len(header).to_bytes(8, "little") + header + bytes(16), "a safetensors file"),
+        (b"k3ray state file" + bytes(240), "a saved state"),
+        (b"layer 0 PASS 1.0\n" * 4, "a text"),
+        (b'{"generated_ids": [1, 2, 3], "text": "a report under another name..........."}   ', "a text"),
+    ):
+        (tmp_path / "logits").write_bytes(contents + b" " * (-len(contents) % 4))
+        with pytest.raises(LogitsFileFailure, match=f"found {words}.*--dump-logits"):
+            read_logits(str(tmp_path / "logits"))
+    shard = next(path for path in sorted(k3b_dir.glob("*.safetensors")) if not path.stat().st_size % 4)
+    with pytest.raises(LogitsFileFailure, match="a safetensors file"):
+        read_logits(str(shard))
+    for values in (A, np.zeros(64, np.float32), np.full(64, 1e-30, np.float32)):
+        assert read_logits(write(tmp_path / "sound", values)).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(
+    "text", ['["1.5", "2"]', "[true, 1.0]", "[1.0, null]", '{"logits": [[1], ["2"]]}', '"abc"', "3e"]
+)
+def test_json_that_numpy_would_take_for_numbers(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(LogitsFileFailure, match=r"expected numbers|not JSON"):
+        read_logits(str(tmp_path / "a.json"))
+
+
+def test_floats_wider_than_double_are_refused(tmp_path: Path) -> None:
+    """Two that are both infinite in double would differ by NaN, which is over no tolerance."""
+    wide = np.array(["1e400", "1"], np.longdouble)
+    if wide.itemsize == 16:
+        np.save(tmp_path / "a.npy", wide)
+        with pytest.raises(LogitsFileFailure, match="float128, expected logits in float16"):
+            read_logits(str(tmp_path / "a.npy"))
+
+
+@given(arrays(np.float32, (2, 3, 7), elements=st.sampled_from([-7.5, -0.0, 0.0, 0.25, 1.0, 1.5, 12.0, 30.0])))
+def test_every_figure_by_another_computation(pair: Any) -> None:
+    """Few values, so that ties are everywhere: ranks by sorting pairs, probabilities with exact sums of fractions."""
+    found = compare_logits(*pair)
+    for row, (a, b) in zip(found.rows, zip(*pair.tolist(), strict=True), strict=True):
+        differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
+        assert row.max_abs == max(differences) == differences[row.worst_id]
+        largest = max(map(abs, a))
+        assert row.max_rel == (max(differences) / largest if largest else (np.inf if max(differences) else 0))
+        best_a, best_b = (sorted(range(7), key=lambda i: (-row[i], i)) for row in (a, b))
+        assert list(row.top_ids) == best_a[:5] and list(row.ranks) == [best_b.index(i) for i in best_a[:5]]
+        assert row.top_shared == len(set(best_a[:5]) & set(best_b[:5])) and row.same_top == (best_a[0] == best_b[0])
+        p, q = ([math.exp(x) / math.fsum(map(math.exp, row)) for x in row] for row in (a, b))
+        for ours, first, second in ((row.kl_ab, p, q), (row.kl_ba, q, p)):
+            expected = math.fsum(x * math.log(x / y) for x, y in zip(first, second, strict=True))
+            assert ours == pytest.approx(expected, rel=1e-9, abs=1e-14)
+    assert found.max_abs == max(row.max_abs for row in found.rows)
+    assert found.differing == int(np.count_nonzero(pair[0] != pair[1]))
+    assert found.bitwise == (pair[0].tobytes() == pair[1].tobytes())
 
 
 def test_json_that_is_too_deep_is_no_json(tmp_path: Path) -> None:
