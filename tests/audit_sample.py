@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from k3ray.audit.recorded import a_log_readers
 from k3ray.audit.snapshot import (
     Author,
     KindRow,
@@ -93,6 +94,7 @@ def _statements() -> tuple[Statement, ...]:
                   "F32 [128] in 69 layers; entries 96 to 127 are zero in 1 of 1 layers read",
                   "one value a head: [96] (config num_heads 96; the code indexes per head)", None,
                   "headers, config.json, the rule of the code", True),
+        *a_log_readers(),
         Statement("dt_bias.range", "parameters", "O", theirs, "dt_bias of layer 1", "-7.8938 to 0.1792", "", None,
                   "recorded on the released weights"),
         Statement("kda.chunked", "boundary", "X", ours, "chunked KDA against the recurrence: [16] H1", "3.1e-07",

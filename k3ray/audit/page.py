@@ -12,10 +12,20 @@ from importlib.resources import files
 
 import msgspec
 
+from k3ray.audit.plain_page import plain_page
 from k3ray.audit.snapshot import Snapshot
 
 # In the order in which they are joined: a later one uses what an earlier one declares.
-STYLES = ("colours.css", "frame.css", "evidence.css", "layers.css", "tensors.css", "parameters.css", "print.css")
+STYLES = (
+    "colours.css",
+    "frame.css",
+    "masthead.css",
+    "evidence.css",
+    "layers.css",
+    "tensors.css",
+    "parameters.css",
+    "print.css",
+)
 SCRIPTS = (
     "elements.js",
     "figures.js",
@@ -23,6 +33,7 @@ SCRIPTS = (
     "statements.js",
     "filters.js",
     "tabs.js",
+    "read_first.js",
     "layer_map.js",
     "layer_details.js",
     "tensor_shares.js",
@@ -45,9 +56,10 @@ _UNSAFE_PATTERN = re.compile("[" + "".join(_UNSAFE) + "]")
 def render(snapshot: Snapshot) -> str:
     """Return the page as one HTML document (UTF-8, to be written as it is).
 
-    Every string of the snapshot is somebody else's: it stands only inside the JSON of a data element, and the
-    script puts it on the page as text. A content security policy names the hashes of the one script and the one
-    style, so that nothing else could run, and allows no address, so that nothing could be fetched.
+    Every string of the snapshot is somebody else's: it stands inside the JSON of a data element, from where the script
+    puts it on the page as text, and escaped in the tables for readers without scripts. A content security policy names
+    the hashes of the one script and the one style, so that nothing else could run, and allows no address, so that
+    nothing could be fetched.
     """
     style = _joined(STYLES)
     script = f'"use strict";\n(() => {{\n{_joined(SCRIPTS)}}})();\n'
@@ -56,6 +68,7 @@ def render(snapshot: Snapshot) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     parts = {"policy": policy, "style": style, "script": script, "data": embedded_json(snapshot)}
+    parts["plain"] = plain_page(snapshot)
     # One pass over the template alone: a name in braces inside the data or the script is not a place.
     return _PLACE.sub(lambda place: parts[place[1]], _part("page.html"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,9 +120,9 @@ def conclusion(snapshot: Snapshot, written: list[str], request: AuditRequest) ->
     if wrong:
         following = "fetch again what is named above, or correct config.json, and audit again"
     elif request.page is not None:
-        following = f"open {request.page} in a browser"
+        following = f"open {shlex.quote(str(request.page))} in a browser"
     else:
-        following = f"k3ray audit {name} --out audit.json --page audit.html"
+        following = f"k3ray audit {shlex.quote(name)} --out audit.json --page audit.html"
     return f"{verdict}; {read}; wrote {' and '.join(written) if written else 'nothing'}; next: {following}"
 
 

@@ -64,7 +64,9 @@ def test_the_map_holds_every_layer_where_it_belongs(opened: Browser, sample: Sna
     ]  # fmt: skip
     assert rows == expected and sum(map(len, rows)) == 93
     assert opened.texts(".map-key b") == ["69 KDA", "24 MLA", "92 MoE", "1 dense"]
-    full = "return [...document.querySelectorAll('.bank')].map((bank) => bank.querySelectorAll('.full').length)"
+    full = (
+        "return [...document.querySelectorAll('.layer-map .bank')].map((bank) => bank.querySelectorAll('.full').length)"
+    )
     assert opened.run(full) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -117,9 +119,9 @@ def test_every_statement_stands_in_its_view_with_its_evidence(opened: Browser, s
             )
             row = opened.run(
                 "return [...document.querySelectorAll(`#${arguments[0]} [data-kind]`)]"
-                ".filter((e) => e.innerText.includes(arguments[1])).map((e) => [e.dataset.kind, e.dataset.by,"
+                ".filter((e) => e.dataset.id === arguments[1]).map((e) => [e.dataset.kind, e.dataset.by,"
                 "e.querySelector('.badge b').innerText, e.querySelector('.owner').textContent, e.dataset.agrees])",
-                f"view-{view}", statement.subject,
+                f"view-{view}", statement.id,
             )  # fmt: skip
             ours = statement.by == "k3ray"
             owner = "by k3ray" if ours else "“\u2009recorded by others\u2009”"

@@ -43,23 +43,21 @@ function aLogPicture({ row, stored, heads, letter }) {
   );
 }
 
-// What readers make of a longer A_log. The loaders' lines are as published; ours is the rule that k3ray binds by.
-const A_LOG_READERS = [
-  ["O", OTHERS, "Four public loaders", "keep the first 96 of the release\u2019s 128 entries and leave the rest."],
-  ["O", OTHERS, "Two of the four", "also insist that the rest is zero."],
-  ["D", OURS, "k3ray", "keeps one entry a head and refuses the checkpoint when an entry beyond them is not zero, or when there are fewer entries than heads: then the numbers are not one a head, and taking the first would be a guess. It splits work by heads, never by the stored length."],
-];
-
-function aLogReaders() {
-  const items = A_LOG_READERS.map(([kind, by, who, does]) =>
+function aLogReaders(statements) {
+  const items = statements.map((statement) =>
     element(
       "li",
-      { class: by === OURS ? "reader ours" : "reader others", ...evidence(kind, by) },
-      element("div", { class: "standing" }, badge(kind), owner(by)),
-      element("p", {}, element("b", {}, who), ` ${does}`),
+      { class: statement.by === OURS ? "reader ours" : "reader others", ...evidence(statement.kind, statement.by, statement.agrees), "data-id": statement.id },
+      element("div", { class: "standing" }, badge(statement.kind), owner(statement.by)),
+      element("p", {}, element("b", {}, statement.subject), ` ${statement.found}`),
+      statement.source && element("p", { class: "source" }, element("span", {}, "source "), statement.source),
     ),
   );
-  return [element("h4", {}, "What readers do with it"), filteredList(element("ul", { class: "readers" }, items))];
+  return items.length > 0 && [element("h4", {}, "What readers do with it"), filteredList(element("ul", { class: "readers" }, items))];
+}
+
+function isReader(statement) {
+  return statement.id.startsWith("a_log.reader.");
 }
 
 function isALog(statement) {
@@ -71,7 +69,7 @@ function aLogAudit(snapshot) {
   const statements = snapshot.statements.filter(isALog);
   if (!sizes && !statements.length) return element("p", { class: "empty" }, "The snapshot says nothing about A_log.");
   const main = statements.filter((statement) => statement.main);
-  const rest = statements.filter((statement) => !statement.main);
+  const rest = statements.filter((statement) => !statement.main && !isReader(statement));
   const large = statementList(main, "A_log, main statement");
   large.classList.add("large");
   return element(
@@ -81,6 +79,6 @@ function aLogAudit(snapshot) {
     element("p", { class: "lead" }, "A_log sets how fast each KDA head forgets. The code indexes it by head; read by channel instead, the model stays fluent and is wrong."),
     element("div", { class: "a-log-main" }, sizes && aLogPicture(sizes), main.length > 0 && element("div", {}, large)),
     rest.length > 0 && statementList(rest, "More about A_log"),
-    aLogReaders(),
+    aLogReaders(statements.filter(isReader)),
   );
 }

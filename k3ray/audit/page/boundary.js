@@ -1,7 +1,8 @@
 // The reproduction boundary: who measured what where, what was computed here, and what nobody has settled.
 
 function boundaryMatrix(snapshot) {
-  const tally = (kind, by) => snapshot.statements.filter((statement) => statement.kind === kind && statement.by === by).length;
+  const kinded = [...snapshot.statements, ...snapshot.statistics.map(({ letter, by }) => ({ kind: letter, by }))];
+  const tally = (kind, by) => kinded.filter((item) => item.kind === kind && item.by === by).length;
   const rows = Object.keys(EVIDENCE).map((kind) =>
     element(
       "tr",
@@ -11,8 +12,18 @@ function boundaryMatrix(snapshot) {
       cell(EVIDENCE[kind].meaning, { className: "meaning" }),
     ),
   );
+  rows.push(
+    element(
+      "tr",
+      {},
+      cell("recorded figures", { header: true }),
+      cell(count(0), { numeric: true, className: "none" }),
+      cell(count(snapshot.recorded.length), { numeric: true }),
+      cell("measured elsewhere and not repeated here, so of none of the kinds above", { className: "meaning" }),
+    ),
+  );
   const columns = [{ title: "evidence" }, { title: "by k3ray", numeric: true }, { title: "recorded by others", numeric: true }, { title: "what it means" }];
-  return scrolledTable("Statements of this audit by what they rest on", columns, rows, { className: "matrix-table" });
+  return scrolledTable("Statements and statistics of this audit by what they rest on", columns, rows, { className: "matrix-table" });
 }
 
 function boundaryRow(owned, who, what, where, value, note, attributes, standing) {
@@ -33,15 +44,23 @@ function figure(text) {
   return element(text.length <= 24 ? "b" : "span", {}, text);
 }
 
+// What was found, its leading figure standing out from the words behind it.
+function finding(text) {
+  const [, number, words] = /^([\d.,]+(?:e[+-]?\d+)?)( .*)$/.exec(text) ?? [];
+  return number ? [element("b", {}, number), words] : figure(text);
+}
+
+// What follows the first semicolon of a finding is a note to it.
 function statementBoundaryRow(statement) {
+  const [found, ...notes] = statement.found.split("; ");
   return boundaryRow(
     statement.by === OURS,
     statement.by === OURS ? "k3ray" : "others",
     statement.subject,
     statement.source || NOT_KNOWN,
-    figure(statement.found),
-    statement.expected && ["expected ", element("span", { class: statement.expected.length <= 24 ? "nowrap" : null }, statement.expected)],
-    evidence(statement.kind, statement.by, statement.agrees),
+    [finding(found), statement.expected && element("p", { class: "note" }, `expected ${statement.expected}`)],
+    notes.join("; "),
+    { ...evidence(statement.kind, statement.by, statement.agrees), "data-id": statement.id },
     [badge(statement.kind), " ", owner(statement.by), " ", verdict(statement.agrees)],
   );
 }
@@ -93,6 +112,12 @@ function boundaryView(snapshot) {
   ];
 }
 
+// What a checksum is over, so that anybody with the file can compute the same.
+function placesText(file) {
+  if (!file.places.length) return file.sha256_of;
+  return `bytes ${file.places.map(([begin, end]) => `${count(begin)}\u2013${count(end - 1)}`).join(", then ")}`;
+}
+
 function sourceFiles(source) {
   const columns = [{ title: "file" }, { title: "size", numeric: true }, { title: "read", numeric: true }, { title: "ranges", numeric: true }, { title: "sha256" }];
   const rows = source.files.map((file) =>
@@ -103,7 +128,7 @@ function sourceFiles(source) {
       cell(bothBytes(file.bytes), { numeric: true }),
       cell(bothBytes(file.fetched_bytes), { numeric: true }),
       cell(count(file.ranges), { numeric: true }),
-      cell(file.sha256 ? [element("span", { class: "of" }, `${file.sha256_of} `), element("code", { class: "digest" }, file.sha256)] : "not read"),
+      cell(file.sha256 ? [element("span", { class: "of" }, placesText(file), " "), element("code", { class: "digest" }, file.sha256)] : "not read"),
     ),
   );
   return element(

@@ -12,6 +12,13 @@ function visible(text) {
   );
 }
 
+// A word that is longer than a narrow column, like a tensor's name, may break after its dots and the like.
+function breakable(text) {
+  if (!/[^\s]{20}/.test(text)) return [text];
+  const parts = text.split(/(?<=[^\s._/-]{3}[._/-])(?=[^\s._/-]{3})/);
+  return parts.flatMap((part, index) => (index ? [document.createElement("wbr"), part] : [part]));
+}
+
 function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
@@ -25,7 +32,7 @@ function filled(node, attributes, children) {
   }
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
-    node.append(child instanceof Node ? child : visible(child));
+    node.append(...(child instanceof Node ? [child] : breakable(visible(child))));
   }
   return node;
 }

@@ -142,5 +142,11 @@ function mapKey(layers) {
     entry("MLA", "MLA", "full attention over a latent cache, no rotation", (row) => row.attention === "MLA"),
     entry("MoE", "MoE", "routed experts, dotted foot", (row) => row.feed_forward === "MoE"),
     entry("dense", "dense", "one plain MLP, solid foot", (row) => row.feed_forward === "dense"),
+    element(
+      "li",
+      { class: "bank-key" },
+      element("span", { class: "bank", "aria-hidden": "true" }, element("i", { class: "full" }), element("i", { class: "full" }), element("i")),
+      element("span", {}, "the bank while a block runs: one square a finished vector"),
+    ),
   );
 }

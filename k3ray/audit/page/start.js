@@ -60,7 +60,7 @@ function viewsOf(snapshot) {
       id: "layers",
       title: "Layer map",
       short: "Layers",
-      purpose: "Every layer in the order in which a token passes, a row for each AttnRes block.",
+      purpose: "A token passes every layer, from left to right and row by row. Colour says how a layer attends, its foot which feed-forward part follows. A row is one AttnRes block: its layers add to one running sum, which joins the bank when the next row begins; every layer after it reads a mix of the bank and its own row\u2019s sum.",
       content: [layerMap(snapshot.layers), statementSection(snapshot, "layers", { title: "What the audit says about the layers" })],
     },
     {
@@ -68,7 +68,7 @@ function viewsOf(snapshot) {
       title: "Tensor anatomy",
       short: "Tensors",
       purpose: "What the bytes are: kinds of tensor, their shapes, and the inside of one expert.",
-      content: [tensorShares(snapshot.kinds), expertAnatomy(snapshot.kinds), kindTable(snapshot.kinds), statementSection(snapshot, "tensors", { title: "What the audit says about the tensors" })],
+      content: [tensorShares(snapshot.kinds), expertAnatomy(snapshot.kinds), statementSection(snapshot, "tensors", { title: "What the audit says about the tensors" }), kindTable(snapshot.kinds)],
     },
     {
       id: "parameters",
@@ -98,6 +98,7 @@ function start() {
   buildMasthead(snapshot, document.getElementById("masthead"));
   buildTabs(viewsOf(snapshot), views);
   buildFilters(document.getElementById("controls"));
+  buildReadFirst(snapshot, document.getElementById("masthead"));
   document.getElementById("colophon").append(
     element("p", {}, `Made by k3ray ${snapshot.k3ray} from one JSON snapshot, which lies in this file. Nothing here was fetched, and nothing leaves it.`),
   );

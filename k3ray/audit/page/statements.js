@@ -2,7 +2,8 @@
 
 // repeated: the same statement stands in another view too and is counted there.
 function statementItem(statement, repeated = false) {
-  const compared = statement.expected !== "";
+  const same = statement.agrees === true && statement.found === statement.expected;
+  const compared = statement.expected !== "" && !same;
   return element(
     "li",
     {
@@ -16,7 +17,7 @@ function statementItem(statement, repeated = false) {
     element(
       "dl",
       { class: compared ? "comparison" : "comparison single" },
-      element("div", { class: "found" }, element("dt", {}, statement.kind === "U" ? "so far" : "found"), element("dd", {}, statement.found || "nothing")),
+      element("div", { class: "found" }, element("dt", {}, statement.kind === "U" ? "so far" : same ? "found, as expected" : "found"), element("dd", {}, statement.found || "nothing")),
       compared && element("div", {}, element("dt", {}, "expected"), element("dd", {}, statement.expected)),
     ),
     statement.source && element("p", { class: "source" }, element("span", {}, "source "), statement.source),

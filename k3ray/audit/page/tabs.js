@@ -46,7 +46,9 @@ function buildTabs(views, place) {
     if (index >= 0) show(index, options);
     return index >= 0;
   };
-  window.addEventListener("hashchange", () => fromAddress({ name: false }));
+  window.addEventListener("hashchange", () => {
+    if (fromAddress({ name: false })) list.scrollIntoView({ block: "start" });
+  });
   place.append(list, ...panels);
   if (!fromAddress({ name: false })) show(0, { name: false });
 }
