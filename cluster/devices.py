@@ -192,7 +192,7 @@ def written_file(
 ) -> Iterator[Path]:
     """A file of random bytes in the folder, on the disk when this yields, gone at the end. Raises DeviceFailure."""
     if not folder.is_dir():
-        raise DeviceFailure(f"--write {folder}: expected a folder to write the test file into")
+        raise NothingToMeasure(f"--write {folder}: expected a folder to write the test file into")
     free_bytes = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free_bytes < nbytes + nbytes // 10:
         raise DeviceFailure(f"--write {folder}: found {free_bytes:,} bytes free, expected at least {nbytes:,}")
