@@ -17,7 +17,7 @@ MAX_AGAIN = 5  # times that a stage is asked for one answer before it counts as 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One step. tickets: per stage, None where the call has to be sent again. answered: by so many stages.
+    """One step. tickets: per stage, None where the call has to be sent, or sent again. answered: by so many stages.
 
     last: the last stage's answer. failed: a stage refused it, which is an answer too. again: how often the stage that
     is next to answer was asked again without being replaced.
@@ -39,13 +39,17 @@ class Flight:
 class Flights:
     """The steps that were sent and not collected, in the order in which they were sent."""
 
-    def __init__(self, actors: Actors, log: StepLog) -> None:
+    def __init__(
+        self, actors: Actors, log: StepLog, is_cut: Callable[[ActorId, ActorId], bool] = lambda one, other: False
+    ) -> None:
+        """is_cut: whether two stages do not reach each other: what one answers reaches the other through the driver."""
         self._actors = actors
+        self._is_cut = is_cut
         self._log = log
         self._flights: list[Flight] = []
 
     def send(self, step: Stepped) -> Flight:
-        """Send a step to all stages, each taking the answer of the one before."""
+        """Send a step to all stages, each taking the answer of the one before, up to a link that is cut."""
         flight = Flight(step, [None] * self._actors.num_stages)
         self._flights.append(flight)
         self._send_rest(flight)
@@ -56,8 +60,18 @@ class Flights:
         while self._flights and self._flights[0] is not flight:
             del self._flights[0]
 
+    @property
+    def are_sent(self) -> bool:
+        """Whether all stages were sent every step: what is asked of them now stands behind it."""
+        return not any(None in flight.tickets[flight.answered :] for flight in self._flights)
+
     def answer(self, flight: Flight, message: pa.Buffer) -> None:
-        """Note the answer of the stage that is next to answer: it is what the stage behind it gets."""
+        """Take the answer of the stage that is next to answer: it is what the stage behind it gets, or has got."""
+        self._note(flight, message)
+        if not flight.is_finished and flight.tickets[flight.answered] is None:
+            self._send_rest(flight)
+
+    def _note(self, flight: Flight, message: pa.Buffer) -> None:
         flight.tickets[flight.answered] = None
         flight.answered += 1
         flight.again = 0
@@ -109,7 +123,7 @@ class Flights:
             while not (flight.is_finished or flight.failed or flight.tickets[flight.answered] is None):
                 stage = ActorId("stage", flight.answered)
                 try:
-                    self.answer(flight, result_of(stage, flight.tickets[flight.answered]))
+                    self._note(flight, result_of(stage, flight.tickets[flight.answered]))
                 except InputLost:
                     self.take_back(flight)  # what follows at this stage was refused, or would be: it came too early
                 except ActorGone:
@@ -136,5 +150,7 @@ class Flights:
         assert kept is not None
         message: Any = kept.read()
         for stage in range(flight.answered, len(flight.tickets)):
+            if stage > flight.answered and self._is_cut(ActorId("stage", stage - 1), ActorId("stage", stage)):
+                break
             message = self._actors.call(ActorId("stage", stage), "apply", message)
             flight.tickets[stage] = message

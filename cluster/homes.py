@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from k3ray.cluster.actor_calls import ActorId
+from k3ray.cluster.cut_links import CutLink
 from k3ray.workers.specs import ShardSpec, StageSpec
 
 Spec = StageSpec | ShardSpec
@@ -37,6 +38,21 @@ class Homes(Protocol):
 
     def find_new(self, lost: Collection[ActorId]) -> NewSpecs:
         """Return what actors are loaded with on other nodes, all of them placed together; raises NoRoom."""
+        ...
+
+    def note_cut(self, cut: CutLink) -> str:
+        """Believe from now on that the nodes of two actors do not reach each other; returns that in words."""
+        ...
+
+    def is_cut(self, one: ActorId, other: ActorId) -> bool:
+        """Whether the nodes of two actors are believed not to reach each other."""
+        ...
+
+    def find_beyond_cuts(self, decided: Mapping[ActorId, Spec | None]) -> NewSpecs:
+        """Return what actors are loaded with on other nodes so that every stage reaches every shard; raises NoRoom.
+
+        decided: what others are about to be loaded with.
+        """
         ...
 
     def check_own(self) -> None:
@@ -69,6 +85,18 @@ class OneHost:
 
     def find_new(self, lost: Collection[ActorId]) -> NewSpecs:
         """Nothing: processes are started again in place."""
+        return {}
+
+    def note_cut(self, cut: CutLink) -> str:
+        """Nothing to note: processes that do not reach each other here are started again."""
+        return cut.what
+
+    def is_cut(self, one: ActorId, other: ActorId) -> bool:
+        """Never."""
+        return False
+
+    def find_beyond_cuts(self, decided: Mapping[ActorId, Spec | None]) -> NewSpecs:
+        """Nothing."""
         return {}
 
     def check_own(self) -> None:

@@ -6,21 +6,22 @@ It acts on what a view of the cluster says (ray_view.py) and decides by relocati
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-from k3ray.cluster.actor_calls import ActorId, ActorLost, Actors, all_actors
+from k3ray.cluster.actor_calls import ActorId, ActorLost, all_actors
+from k3ray.cluster.cluster_view import ClusterView, PlacedActors
 from k3ray.cluster.core_dealing import DealtCores, cores_of_moves
+from k3ray.cluster.cut_links import CutLink, Pair, barred_nodes, crossing, describe_cuts, ways_round
 from k3ray.cluster.homes import NewSpecs, Spec
+from k3ray.cluster.moved_parts import lost_part
 from k3ray.cluster.placed_plan import model_on
 from k3ray.cluster.placement import Placement
 from k3ray.cluster.relocation import LostPart, Move, NoRoom, Room, relocate
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import ClusterWishes, make_seats
 from k3ray.cluster.topology import NodeFacts
-from k3ray.workers.expert_owners import ExpertOwners
 from k3ray.workers.specs import StageSpec, TapeSpec
 
 HEAD_LOOK_S = 1.0
@@ -30,47 +31,6 @@ BELIEVED_S = 5.0  # a node that does not answer is not asked again before; one t
 
 class HeadLost(ActorLost):
     """The head of the Ray cluster, or this host's own part of it, does not answer any more."""
-
-
-class PlacedActors(Actors, Protocol):
-    """Actors of which is known what each was loaded with last."""
-
-    def spec_of(self, actor: ActorId) -> Spec:
-        """Return an actor's part, node and all."""
-        ...
-
-
-class ClusterView(Protocol):
-    """The cluster as it is now."""
-
-    @property
-    def own_id(self) -> str:
-        """The node that this process runs on."""
-        ...
-
-    def alive(self) -> Collection[str]:
-        """Return the ids of the nodes that the cluster takes for alive: it may believe so for a minute too long."""
-        ...
-
-    def answers(self, node_id: str) -> bool:
-        """Whether a node accepts a connection within a few seconds."""
-        ...
-
-    def silent(self) -> str:
-        """Return which of the head and this host's part of the cluster accepts no connection; empty: both do."""
-        ...
-
-    def memory_left(self) -> Mapping[str, int]:
-        """Return the bytes that the cluster still gives to actors, by node id."""
-        ...
-
-    def hold_memory(self, node_id: str, nbytes: int) -> None:
-        """Have the cluster count bytes of a node, which no actor takes, as this run's; does not wait."""
-        ...
-
-    def look_at(self, node_ids: Collection[str]) -> Sequence[NodeFacts]:
-        """Return the facts of nodes that can take part: the same versions, the same model."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +64,7 @@ class LivingNodes:
             for number, node in enumerate(run.nodes)
         }  # what is left of it: the moves come off
         self._once: dict[str, int] = {}  # what nodes that joined need once, until that is held there
+        self._cuts: set[Pair] = set()  # nodes that do not reach each other, though this process reaches both
         self._silent: dict[str, float] = {}  # when a node was found not to answer
         self._head_answered = clock()
         self._head_asked = clock()
@@ -134,6 +95,38 @@ class LivingNodes:
         left = {self._node_of(actor) for actor in lost}
         if self._view.own_id in left:
             raise NoRoom(f"{', '.join(map(str, sorted(lost)))}: this host itself is not reachable any more")
+        return self._place(lost, left, self._where())
+
+    def note_cut(self, cut: CutLink) -> str:
+        """Believe from now on that the nodes of these two do not reach each other; returns that in words."""
+        ends = frozenset((self._node_of(cut.asker), self._node_of(cut.other)))
+        if len(ends) == 1:
+            return cut.what
+        self._cuts.add(ends)
+        return f"{self._named([ends])} is cut: {cut.what}"
+
+    def is_cut(self, one: ActorId, other: ActorId) -> bool:
+        """Whether the nodes of two actors are believed not to reach each other."""
+        return frozenset((self._node_of(one), self._node_of(other))) in self._cuts
+
+    def find_beyond_cuts(self, decided: Mapping[ActorId, Spec | None]) -> NewSpecs:
+        """Place what has to move so that every stage reaches every shard; nothing where it does. Raises NoRoom.
+
+        decided: what others are about to be loaded with.
+        """
+        where = self._where() | {actor: str(spec.node_id) for actor, spec in decided.items() if spec is not None}
+        refused = None
+        for moving in ways_round(where, self._cuts):
+            try:
+                return self._place(moving, (), where)
+            except NoRoom as error:
+                refused = refused or error
+        if refused is not None:
+            raise NoRoom(f"{self._named(self._cuts)} is cut, and {refused}")
+        return {}
+
+    def _place(self, moving: Collection[ActorId], left: Collection[str], where: Mapping[ActorId, str]) -> NewSpecs:
+        """Place actors on nodes other than those `left`, where they reach those that stay. where: each one's node."""
         for facts in self._view.look_at([node for node in self._view.alive() if node not in self._facts]):
             self._add(facts)
         declared = self._view.memory_left()
@@ -142,8 +135,14 @@ class LivingNodes:
             for node, facts in self._facts.items()
             if node not in left and self._reaches(node)
         ]
-        moves = relocate([self._part(actor) for actor in sorted(lost)], rooms, self._run.costs)
+        barred = {actor: barred_nodes(actor, moving, where, self._cuts) for actor in moving}
+        parts = [replace(self._part(actor), barred=barred[actor]) for actor in sorted(moving)]
+        moves = relocate(parts, rooms, self._run.costs)
+        after = {**where, **{actor: move.node_id for actor, move in moves.items()}}
+        if beyond := crossing(after, self._cuts) & {*moving}:
+            raise NoRoom(f"{', '.join(map(str, sorted(beyond)))}: found no place which every stage would reach")
         for move in moves.values():
+            self._budget[self._node_of(move.actor)] += self._actors.spec_of(move.actor).memory_bytes or 0
             self._budget[move.node_id] -= move.planned_bytes
             if once_bytes := self._once.pop(move.node_id, 0):
                 self._view.hold_memory(move.node_id, once_bytes)
@@ -172,6 +171,12 @@ class LivingNodes:
                 "it; start the cluster and then the run again"
             )
         return not silent
+
+    def _named(self, pairs: Iterable[Pair]) -> str:
+        return describe_cuts([self._facts[node].name for node in pair] for pair in pairs)
+
+    def _where(self) -> dict[ActorId, str]:
+        return {actor: self._node_of(actor) for actor in all_actors(self._actors)}
 
     def _node_of(self, actor: ActorId) -> str:
         return self._actors.spec_of(actor).node_id or self._view.own_id
@@ -205,25 +210,8 @@ class LivingNodes:
         return Room(facts.node_id, facts.name, free_bytes, max(1, facts.threads), facts.layers, facts.top, tape)
 
     def _part(self, actor: ActorId) -> LostPart:
-        """What an actor has, from what it was last loaded with."""
-        spec, config = self._actors.spec_of(actor), self._run.costs.config
-        if isinstance(spec, StageSpec):
-            remote = self._actors.num_shards > 0
-            moe = sum(config.is_moe(layer) for layer in range(spec.first, spec.stop))
-            owned = 0 if remote else moe * config.num_experts
-            slots = owned if spec.cache_slots is None else spec.cache_slots
-            pinned = None if spec.tape is None else spec.tape.pinned_chunks
-            layers = frozenset(range(spec.first, spec.stop))
-            top = spec.first == 0 or spec.stop == config.num_hidden_layers
-            alone = self._actors.num_stages == 1
-            return LostPart(
-                actor, spec.first, spec.stop, spec.threads, layers, top, owned, slots, pinned, remote, alone
-            )
-        owners = ExpertOwners(spec.num_shards, config.num_experts, spec.experts)
-        held = owners.held_by(spec.shard, config.moe_layers, config.num_experts)
-        owned = int(sum(mask.sum() for mask in held.values()))
-        slots = owned if spec.cache_slots is None else spec.cache_slots
-        return LostPart(actor, 0, 0, spec.threads, frozenset(held), False, owned, slots, None)
+        spec = self._actors.spec_of(actor)
+        return lost_part(actor, spec, self._run.costs.config, self._actors.num_stages, self._actors.num_shards > 0)
 
     def _spec(self, move: Move, dealt: DealtCores) -> Spec:
         """What an actor is loaded with on its new node."""

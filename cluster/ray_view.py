@@ -1,4 +1,4 @@
-"""The joined Ray cluster as it is now (ClusterView of living_nodes.py): who is alive, who answers, what joined."""
+"""The joined Ray cluster as it is now (ClusterView of cluster_view.py): who is alive, who answers, what joined."""
 
 from __future__ import annotations
 

@@ -57,10 +57,11 @@ class RecoveringChain:
         hear = (self._kept.renewed, replaced)
         self._processes = Replacing(actors, settings, hear, lambda: self._log.num_steps, homes)
         self._result_of = self._processes.result_of
-        self._flights = Flights(actors, self._log)
+        self._flights = Flights(actors, self._log, homes.is_cut)
         self._rounds = SnapshotRounds(actors, self._log, homes.is_near)
         self._processes.meanwhile = self._gather
         self._processes.pulled_bytes = lambda: self._rounds.pulled_bytes
+        self._snapshots_due = False  # behind the steps that were submitted, once all stages were sent them
         self._counts_due = False  # after a round of snapshots
         self._pace = Pace()
         self._unready: set[ActorId] = set()  # stages that were not yet told what their predecessors knew
@@ -115,8 +116,8 @@ class RecoveringChain:
     def submit(self, message: pa.Buffer) -> Flight:
         """Send a frame down the chain without waiting."""
         flight = self._flights.send(self._log.stepped(message))
-        if snapshot_is_due(self._log, self._rounds.since, self._settings):
-            self._rounds.begin()
+        self._snapshots_due |= snapshot_is_due(self._log, self._rounds.since, self._settings)
+        self._begin_snapshots()
         return flight
 
     def collect(self, ticket: Flight) -> pa.Buffer:
@@ -129,7 +130,7 @@ class RecoveringChain:
             started, begun = time.monotonic(), self._processes.begun
             deadline_s = self._pace.deadline_s(tokens, self._settings)
             try:
-                answer = self._result_of(stage, ticket.tickets[ticket.answered], deadline_s)
+                answer = self._result_of(stage, ticket.tickets[ticket.answered], deadline_s, fed=True)
             except ActorGone as lost:
                 again = self._flights.take_back_after(lost, ticket) and self._processes.lives(stage)
                 self._recover(set() if again else {stage})
@@ -141,6 +142,8 @@ class RecoveringChain:
                 self._pace = self._pace.after(time.monotonic() - started, tokens)
             self._flights.answer(ticket, answer)
         self._flights.end(ticket)
+        self._processes.links_held()
+        self._begin_snapshots()
         self._gather()
         if self._counts_due:
             self._kept.ask(self._ask)  # as often as snapshots, so that a lost actor's counters are not all forgotten
@@ -182,8 +185,16 @@ class RecoveringChain:
         kept = [entry for stage in self._stages() for entry in self._ask(stage, "recorded_routing")]
         return sorted(kept, key=lambda entry: entry[:2])
 
+    def _begin_snapshots(self) -> None:
+        if self._snapshots_due and self._flights.are_sent:
+            self._snapshots_due = False
+            self._rounds.begin()
+
     def _gather(self) -> None:
         self._counts_due |= self._rounds.gather(self._flights.answered())
+
+    def _fed_result_of(self, stage: ActorId, ticket: Any) -> Any:
+        return self._result_of(stage, ticket, fed=True)
 
     def _ask(self, actor: ActorId, method: str, *arguments: Any) -> Any:
         """Call an actor and wait; one that is lost is replaced and asked again."""
@@ -219,7 +230,7 @@ class RecoveringChain:
             lost = self._processes.with_mates(lost)
             named += sorted(lost)
             loads |= self._start(lost)
-            lost = self._flights.salvage(self._result_of) - loads.keys()  # while the new processes load
+            lost = self._flights.salvage(self._fed_result_of) - loads.keys()  # while the new processes load
             if lost:
                 continue
             replays = plan_replays((stage.number for stage in loads), self._log, self._flights.answered())

@@ -23,8 +23,9 @@ class RecoverySettings:
 
     snapshot_every: steps; 0: no snapshots, a replacement begins at position 0. log_bytes: of kept messages, after
     which a snapshot is due whatever the number of steps. look_s: an answer that takes longer makes us look at the
-    actors; silent_s: one that does not answer a look within it is hung; sign_s: the same for one whose
-    last answer was lost on the way; start_s: the same for a process that has
+    actors; silent_s: one that does not answer a look within it is hung, and a shard that a stage has not reached for as
+    long is cut off from it; sign_s: the same for one whose last answer was lost on the way; frame_s: a stage that has
+    had nothing to do for so long does not get what it was sent; start_s: the same for a process that has
     never answered and whose node can be reached. A stage that answers looks and not its step is hung after slow_factor
     times the time that such a step took at most, within shortest_deadline_s and longest_deadline_s; unless a shard
     works on one request for blamed_share of that: then the shard is.
@@ -36,6 +37,7 @@ class RecoverySettings:
     look_s: float = 0.5
     settle_s: float = 0.2
     sign_s: float = 5.0
+    frame_s: float = 30.0
     silent_s: float = 20.0
     start_s: float = 300.0
     slow_factor: float = 20.0
@@ -55,7 +57,8 @@ class Recovery:
 
     step: how many steps had been sent. layer_steps: layers times steps that the replacements computed again. restored:
     how many of their sequences began from a snapshot, of restored_bytes together. pulled_bytes: of snapshots that had
-    come from other hosts since the recovery before. places: on several hosts, where each of `lost` was and is.
+    come from other hosts since the recovery before. places: on several hosts, where each of `lost` was and is. cuts:
+    links between actors that lived, because of which they were replaced.
     """
 
     lost: tuple[str, ...]
@@ -66,6 +69,7 @@ class Recovery:
     places: tuple[str, ...] = ()
     restored_bytes: int = 0
     pulled_bytes: int = 0
+    cuts: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return one line about it."""
@@ -75,7 +79,7 @@ class Recovery:
         pulled = f"; {_size(self.pulled_bytes)} of snapshots had come from other hosts" if self.pulled_bytes else ""
         return (
             f"recovered: lost {', '.join(self.lost)}{places} at step {self.step}; {self.seconds:.2f} s, "
-            f"{again}{began}{pulled}"
+            f"{again}{began}{pulled}{''.join(f'; {cut}' for cut in self.cuts)}"
         )
 
 

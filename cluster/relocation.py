@@ -27,7 +27,8 @@ class LostPart:
 
     disk_layers: those whose tensors have to be on the new node's disks; top: embedding or head as well. owned: how many
     experts are its own. pinned_chunks: of its tape, None where it held all its matrices; slots: of its cache.
-    remote: the experts of its layers are in shards; alone: it has all layers.
+    remote: the experts of its layers are in shards; alone: it has all layers. barred: nodes where it would not reach
+    those that it works with.
     """
 
     actor: ActorId
@@ -41,6 +42,7 @@ class LostPart:
     pinned_chunks: int | None
     remote: bool = True
     alone: bool = False
+    barred: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ def _assign(
     """A node for every part so that all of them have the least that they need; None where there is no such way."""
     if not parts:
         return {}
-    for place, least in _places(model, parts[0], rooms):
+    for place, least in _places(model, parts, rooms):
         tries.left -= 1
         if tries.left < 0:
             return None
@@ -160,15 +162,15 @@ def _assign(
     return None
 
 
-def _places(model: PartCosts, part: LostPart, rooms: Sequence[Room]) -> Iterator[tuple[int, int]]:
-    """(the room's number, the least bytes there) of the rooms that can take the part, the emptiest first.
+def _places(model: PartCosts, parts: Sequence[LostPart], rooms: Sequence[Room]) -> Iterator[tuple[int, int]]:
+    """(the room's number, the least bytes there) of the rooms that can take the first part, the emptiest first.
 
-    Of rooms that are alike in everything but their name only the first is tried.
+    Of rooms that are alike in everything but their name, to all the parts, only the first is tried.
     """
-    tried = set()
+    part, tried = parts[0], set()
     for place in sorted(range(len(rooms)), key=lambda number: (-rooms[number].free_bytes, number)):
         room = rooms[place]
-        kind = replace(room, node_id="", name="")
+        kind = replace(room, node_id="", name=""), tuple(room.node_id in one.barred for one in parts)
         if kind in tried or not _sees(part, room):
             continue
         tried.add(kind)
@@ -178,7 +180,7 @@ def _places(model: PartCosts, part: LostPart, rooms: Sequence[Room]) -> Iterator
 
 
 def _sees(part: LostPart, room: Room) -> bool:
-    return part.disk_layers <= room.layers and (room.top or not part.top)
+    return part.disk_layers <= room.layers and (room.top or not part.top) and room.node_id not in part.barred
 
 
 def _fill(model: PartCosts, parts: Sequence[LostPart], room: Room) -> Iterator[Move]:
@@ -221,6 +223,9 @@ def _named(part: LostPart) -> str:
 def _why_not(model: PartCosts, part: LostPart, rooms: Sequence[Room]) -> str:
     found = []
     for room in rooms:
+        if room.node_id in part.barred:
+            found.append(f"{room.name} does not reach those that it works with")
+            continue
         if not _sees(part, room):
             found.append(f"{room.name} does not have that part of the model on its disks")
             continue

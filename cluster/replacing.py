@@ -63,8 +63,14 @@ class Replacing:
         """From now on replace nobody, and give up waiting after so many seconds (OutOfTime); None: as before."""
         self._until = None if seconds is None else time.monotonic() + seconds
 
-    def result_of(self, actor: ActorId, ticket: Any, deadline_s: float | None = None) -> Any:
+    def links_held(self) -> None:
+        """Note that every stage has reached its shards: what is not reached from now on was cut off."""
+        self._watch.links_held = True
+
+    def result_of(self, actor: ActorId, ticket: Any, deadline_s: float | None = None, fed: bool = False) -> Any:
         """Wait for an actor's answer; raises ActorGone when it dies or hangs, and replaces shards meanwhile.
+
+        fed: everything that it needs for the answer was sent, so that it is not to be idle.
 
         A stage waits for its shard's replacement inside its step, so that such a loss costs no stage its state.
         """
@@ -80,6 +86,8 @@ class Replacing:
                 if not hung:
                     self._actors.kill(actor)
                 lost |= hung or {actor}
+            elif fed and self._watch.is_left_idle(actor, started):
+                lost.add(actor)
             if actor in lost or actor in self._decided:
                 raise ActorGone(f"{actor} ended, or did not answer")
             if any(one.kind == "shard" for one in lost - self._starting):
@@ -128,10 +136,10 @@ class Replacing:
         """Wait until a new process has loaded its part; raises ActorGone, and what loading raises."""
         try:
             report = self.result_of(actor, ticket)
-            self._watch.answered(actor)
             self._failed_here.discard(actor)
             if actor.kind == "shard":
                 self._actors.relink(actor.number)
+            self._watch.started(actor)
             for hear in self._replaced:
                 hear(actor, report)
         except ActorGone:
@@ -156,6 +164,7 @@ class Replacing:
                 places,
                 restored_bytes,
                 pulled - self._pulled_before,
+                self._watch.take_cuts(),
             )
         )
         self._pulled_before = pulled
@@ -180,7 +189,7 @@ class Replacing:
         """Decide together, as one recovery, for lost actors and for whoever was on the nodes that are gone with them.
 
         Where a node lives its processes are started again there, unless that has failed before and there is room
-        elsewhere.
+        elsewhere. Who lives, but where a stage does not reach a shard, moves too.
         """
         new = lost - self._decided.keys()
         if not new:
@@ -196,7 +205,8 @@ class Replacing:
         for actor in sorted((new - gone) & self._failed_here):
             with suppress(NoRoom):
                 specs |= self._homes.find_new({actor})
-        self._decided |= {actor: specs.get(actor) for actor in new | gone}
+        specs |= self._homes.find_beyond_cuts({**self._decided, **specs})
+        self._decided |= {actor: specs.get(actor) for actor in new | gone | specs.keys()}
 
     def _check_time(self, actor: ActorId) -> None:
         if self._until is not None and time.monotonic() > self._until:

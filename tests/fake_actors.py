@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -20,7 +22,9 @@ from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.loading import load_shard, load_stage
 from k3ray.workers.shard_link import ReplaceableShard, ShardGone
 from k3ray.workers.specs import ShardSpec, StageSpec
+from k3ray.workers.stage_sign import StageSign, UnreachedShard
 
+POLL_S = 0.005
 Ticket = Future[Any]
 How = Literal["dies before", "dies after", "hangs", "is stuck"]
 
@@ -44,6 +48,8 @@ class Process:
     calls: queue.Queue[Any] = field(default_factory=queue.Queue)
     pending: set[Ticket] = field(default_factory=set)
     parts: dict[str, Any] = field(default_factory=dict)
+    unreached: dict[int, float] = field(default_factory=dict)  # shards that are asked in vain, and since when
+    reached: set[int] = field(default_factory=set)
     dead: bool = False
     stopped: bool = False
 
@@ -77,6 +83,25 @@ class Process:
         except Exception as error:  # noqa: BLE001 - travels to the caller
             ticket.set_exception(error)
 
+    def sign(self) -> StageSign:
+        now, part = time.monotonic(), self.parts.get("part")
+        unreached = tuple(
+            UnreachedShard(shard, now - since, "cut", shard in self.reached)
+            for shard, since in dict(self.unreached).items()
+        )
+        return StageSign(0.0 if part is None else part.idle_s, unreached)
+
+    def receive(self, argument: Any) -> Any:
+        """What a call is given: a frame of the stage before does not come over a link that is cut."""
+        if not isinstance(argument, Future):
+            return argument
+        found, before = argument.result(), ActorId("stage", self.actor.number - 1)
+        while self.actors.large_frames and not self.dead and self.actors.is_cut(before, self.actor):
+            time.sleep(POLL_S)
+        if self.dead:
+            raise ActorGone(f"{self.actor} was killed")
+        return found
+
     def _run(self) -> None:
         while not self.dead:
             method, arguments, ticket = self.calls.get()
@@ -92,7 +117,7 @@ class Process:
             if self.dead:
                 return
             try:
-                answer = self._work(method, [one.result() if isinstance(one, Future) else one for one in arguments])
+                answer = self._work(method, [self.receive(one) for one in arguments])
             except Exception as error:  # noqa: BLE001 - travels to the caller
                 self._settle(ticket, error)
                 continue
@@ -110,7 +135,7 @@ class Process:
             self.parts["part"], self.parts["store"] = load_shard(actors.plan.shards[number])
             return "loaded"
         if method == "load":
-            self.parts["links"] = [ReplaceableShard(Link(actors.processes[shard])) for shard in actors.shards()]
+            self.parts["links"] = [ReplaceableShard(Link(self, actors.processes[one])) for one in actors.shards()]
             self.parts["part"], self.parts["store"] = load_stage(actors.plan.stages[number], self.parts["links"])
             return "loaded"
         if method == "relink":
@@ -124,19 +149,26 @@ class Process:
 
     def relink(self, shard: int, generation: int, process: Process) -> None:
         if "links" in self.parts:
-            self.parts["links"][shard].replace(Link(process), generation)
+            self.parts["links"][shard].replace(Link(self, process), generation)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """A shard as a stage sees it."""
 
+    asker: Process
     process: Process
 
     def submit(self, request: pa.Buffer) -> Ticket:
         return self.process.call("apply", (request,))
 
     def collect(self, ticket: Ticket) -> pa.Buffer:
+        shard = self.process.actor
+        while self.asker.actors.is_cut(self.asker.actor, shard) and not self.process.dead:
+            self.asker.unreached.setdefault(shard.number, time.monotonic())
+            time.sleep(POLL_S)
+        self.asker.unreached.pop(shard.number, None)
+        self.asker.reached.add(shard.number)
         try:
             return ticket.result()
         except ActorGone as error:
@@ -153,6 +185,8 @@ class FakeActors:
         self.applied: list[tuple[int, int]] = []
         self.generations: Counter[ActorId] = Counter()
         self.processes: dict[ActorId, Process] = {}
+        self.is_cut: Callable[[ActorId, ActorId], bool] = lambda one, other: False
+        self.large_frames = False  # they go from stage to stage, and small ones through whoever calls
         stages = [ActorId("stage", number) for number in range(len(plan.stages))]
         for actor in [*self.shards(), *stages]:
             self.processes[actor] = Process(self, actor)
@@ -197,6 +231,8 @@ class FakeActors:
             process.pending.add(ticket)
         elif method == "ping":
             ticket.set_result(1)
+        elif method == "sign":
+            ticket.set_result(process.sign())
         else:
             process.answer_aside(method, arguments, ticket)
         return ticket

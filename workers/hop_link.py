@@ -84,6 +84,7 @@ class HopLink:
         self._patience_s = patience_s
         self._connection: socket.socket | None = None
         self._silent_since: float | None = None  # monotonic: an answer is wanted, and the shard cannot be reached
+        self._was_reached = False
         self._refused = ""  # what the last attempt to reach it has met, since then
         self._pending: HopTicket | None = None
         self._numbers = 0
@@ -129,7 +130,9 @@ class HopLink:
         None: it is reached, or not tried again yet. Any thread may ask.
         """
         since, refused = self._silent_since, self._refused
-        return None if since is None or not refused else UnreachedShard(shard, time.monotonic() - since, refused)
+        if since is None or not refused:
+            return None
+        return UnreachedShard(shard, time.monotonic() - since, refused, self._was_reached)
 
     def close(self) -> None:
         """End the connection for good; who waits for an answer gets ShardGone."""
@@ -213,7 +216,7 @@ class HopLink:
             if connection is not None:
                 shut(connection)
             return f"{address or 'its door'} has not let us in ({error})"
-        self._connection, self._silent_since = connection, None
+        self._connection, self._silent_since, self._was_reached = connection, None, True
         if self._closed.is_set():  # close() may have looked just before
             raise ShardGone("the shard was replaced")
         return None

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class UnreachedShard:
-    """A shard whose answer has been awaited for so many seconds, and that cannot be reached. refused: in words, why."""
+    """A shard whose answer has been awaited for so many seconds, and that cannot be reached.
+
+    refused: in words, why. before: it was reached by this stage once.
+    """
 
     shard: int
     seconds: float
     refused: str
+    before: bool
 
 
 @dataclass(frozen=True, slots=True)
