@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -169,7 +170,8 @@ class Conformance:
 
     def _begin(self, prompt: RecordedPrompt) -> WholePrompt:
         own = self._own.embed(prompt.ids)
-        theirs = self._reference.embed(prompt.ids)
+        with _of_reference("the embedding"):
+            theirs = self._reference.embed(prompt.ids)
         return WholePrompt(prompt, (own, own[:, None][:, :0]), (theirs, theirs[:, None][:, :0]))
 
     def _advance(self, layer: int, loaded: OwnLayer, whole: WholePrompt) -> None:
@@ -187,7 +189,13 @@ class Conformance:
     def _logits(self, whole: WholePrompt) -> LayerReport:
         began = time.perf_counter()
         prompt, tolerances = whole.prompt, self._tolerances
-        ours, theirs = self._own.logits(*whole.own), self._reference.logits(*whole.theirs)
+        named = replace(self._report(None, None), name=f"prompt {prompt.name}", kind="whole model")
+        try:
+            ours = self._own.logits(*whole.own)
+        except Failure as failure:
+            return replace(named, problem=str(failure))
+        with _of_reference("the head"):
+            theirs = self._reference.logits(*whole.theirs)
         comparisons = [compare("logits", ours, theirs, tolerances.whole), _greedy("greedy ids", ours, theirs)]
         if prompt.logits.size:
             comparisons += [
@@ -196,9 +204,8 @@ class Conformance:
                 compare("logits", theirs, prompt.logits, tolerances.recorded, "reference to recorded"),
             ]
         chosen = f"{whole.near_ties} near ties, {whole.wrong} other experts" if whole.near_ties or whole.wrong else ""
-        report = self._report(None, None, problem=chosen if whole.wrong else "")
         return replace(
-            report, name=f"prompt {prompt.name}", kind="whole model", source=chosen or "every layer from its own last",
+            named, problem=chosen if whole.wrong else "", source=chosen or "every layer from its own last",
             tokens=len(prompt.ids), pieces=cut(len(prompt.ids)), comparisons=tuple(comparisons),
             seconds=time.perf_counter() - began,
         )  # fmt: skip
@@ -211,15 +218,22 @@ class Conformance:
                 return ids
             return settle_ties(ours.expert_ids.astype(np.int64), selection, ids, tie_margin)
 
-        try:
+        with _of_reference(f"layer {layer}"):
             return self._reference.run_layer(layer, prefix, blocks, choose)
-        except Exception as error:
-            raise ReferenceBroke(f"layer {layer}: the reference failed and nothing was compared: {error!r}") from error
 
     def _report(self, layer: int | None, fed: LayerInputs | None, problem: str = "") -> LayerReport:
         name, kind = ("", "") if layer is None else (f"layer {layer}", self._own.describe_layer(layer))
         source, tokens = ("", 0) if fed is None else (fed.source, len(fed.prefix))
         return LayerReport(name, kind, source, tokens, (), (), None, 0, 0.0, problem)
+
+
+@contextmanager
+def _of_reference(what: str) -> Iterator[None]:
+    """Whatever the reference raises, it is no traceback and no verdict on our side."""
+    try:
+        yield
+    except Exception as error:
+        raise ReferenceBroke(f"{what}: the reference failed and nothing was compared: {error!r}") from error
 
 
 def _greedy(name: str, found: Floats, expected: Floats, against: str = "reference") -> Comparison:

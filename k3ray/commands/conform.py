@@ -81,7 +81,7 @@ def run(request: ConformRequest) -> None:
     try:
         for report in _shown(conformance.run(layers, inputs, prompts), request.as_json):
             reports.append(report)
-    except KeyboardInterrupt:  # what was compared before is sound: keep it
+    except (KeyboardInterrupt, Failure):  # what was compared before is sound: keep it
         _write_log(request, reports, {**about, "interrupted": f"after {len(reports)} lines"})
         raise
     _write_log(request, reports, about)

@@ -19,6 +19,7 @@ from k3ray.conform_reference import Reference
 from k3ray.conform_report import log_lines
 from k3ray.workers.failure import Failure
 from k3ray.workers.model import config as model_config
+from k3ray.workers.model.config import ModelConfig
 from tests.conforming import ALL_KINDS, KDA_DENSE, KDA_MOE, LAST, MLA_MOE, failed_arrays, reports_of, torch_part
 
 pytest.importorskip("torch", reason="the reference is a PyTorch model: pip install 'k3ray[reference]'")
@@ -347,6 +348,24 @@ def test_each_way_is_seen_on_either_side(
     (report,) = reports_of(own, reference, layer)
     assert not report.passed and failed_arrays(report)[0] == first, log_lines(report)
     assert report.failures[0].max_rel > 1000 * report.failures[0].tolerance, "a mistake of meaning is no rounding"
+
+
+def own_latent_eps(patch: Patch) -> None:
+    patch.setattr(ModelConfig, "latent_norm_eps", property(lambda config: 1e-5))
+
+
+def their_latent_eps(patch: Patch) -> None:
+    patch.setattr(torch_part("attention"), "MLA_LATENT_EPS", 1e-5)
+
+
+@pytest.mark.parametrize("seed", [own_latent_eps, their_latent_eps], ids=["ours", "reference"])
+def test_the_released_eps_in_the_latent_norms(
+    own: OwnModel, reference: Reference, monkeypatch: Patch, seed: Seed
+) -> None:
+    """The smallest of all: it is what the tolerance of float64 was chosen for."""
+    seed(monkeypatch)
+    (report,) = reports_of(own, reference, MLA_MOE)
+    assert failed_arrays(report)[0] == "attn_out" and report.failures[0].max_rel > 1.3 * report.failures[0].tolerance
 
 
 @pytest.mark.parametrize("seed", [own_without_bias, their_selection_without_bias], ids=["ours", "reference"])

@@ -15,7 +15,7 @@ import typer
 
 from k3ray import conform_reference
 from k3ray.commands.conform import ConformRequest, ConformUsage, run
-from k3ray.conform import TOLERANCES, Conformance
+from k3ray.conform import TOLERANCES, Conformance, ReferenceBroke
 from k3ray.conform_compare import compare
 from k3ray.conform_inputs import InputsFailure, RecordedPrompt, Recording, random_inputs
 from k3ray.conform_own import OwnModel
@@ -222,3 +222,17 @@ def test_what_was_compared_before_an_interruption_is_kept(
     text = log.read_text()
     assert "interrupted after 2 lines; until then" in text.splitlines()[-1] and text.count("attn_out ") == 2
     assert capsys.readouterr().out.count("PASS") == 2
+
+
+def test_what_was_compared_before_the_reference_failed_is_kept(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: Any) -> Any:
+        raise KeyError("q_b_proj")
+
+    monkeypatch.setattr(torch_part("model"), "mla", absent)
+    log = tmp_path / "log"
+    with pytest.raises(ReferenceBroke, match=r"layer 2: the reference failed.*q_b_proj"):
+        run(request(model_dir, log=log))
+    text = log.read_text()
+    assert "interrupted after 2 lines; until then" in text.splitlines()[-1] and text.count("attn_out ") == 2

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from k3ray.conform import TOLERANCES, Conformance
+from k3ray.conform import TOLERANCES, Conformance, ReferenceBroke
 from k3ray.conform_compare import cut
 from k3ray.conform_inputs import RecordedPrompt, random_inputs
 from k3ray.conform_own import OwnModel
@@ -144,6 +144,34 @@ def test_a_nan_fails_its_layer_and_the_others_are_still_compared(
     assert reports[3].name == "prompt p" and "not compared: layer 1 failed" in reports[3].problem
     assert "2 of 4 FAIL: layer 1, prompt p" in conclusion(reports) and "nothing" in conclusion([])
     assert all("FAIL" in table_line(report) and log_lines(report) for report in (reports[1], reports[3]))
+
+
+def test_a_nan_in_the_head_fails_the_prompt(model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+    def nan(values: npt.NDArray[np.uint8]) -> None:
+        values[:2] = 0xC0, 0x7F
+
+    other = OwnModel(damaged_copy(model_dir, tmp_path, "language_model.lm_head.weight", nan), None, 1)
+    inputs = partial(random_inputs, other.config, tokens=2, seed=3)
+    prompts = [RecordedPrompt(name, [3, 5], np.empty((0, 0))) for name in ("first", "second")]
+    reports = list(Conformance(other, reference, TOLERANCES["float64"]).run(range(4), inputs, prompts))
+    assert [report.passed for report in reports] == [True] * 4 + [False] * 2
+    assert "logits" in reports[5].problem and "2 of 6 FAIL: prompt first, prompt second" in conclusion(reports)
+
+
+@pytest.mark.parametrize(("what", "said"), [("embed", "the embedding"), ("logits", "the head")])
+def test_a_reference_that_fails_outside_the_layers(
+    own: OwnModel, reference: Reference, monkeypatch: pytest.MonkeyPatch, what: str, said: str
+) -> None:
+    def absent(*_: Any) -> Any:
+        raise KeyError("lm_head.weight")
+
+    monkeypatch.setattr(reference, what, absent)
+    inputs = partial(random_inputs, own.config, tokens=2, seed=3)
+    run = Conformance(own, reference, TOLERANCES["float64"]).run(
+        range(4), inputs, [RecordedPrompt("p", [3], np.empty((0, 0)))]
+    )
+    with pytest.raises(ReferenceBroke, match=f"{said}: the reference failed and nothing was compared.*lm_head"):
+        list(run)
 
 
 # --- experts that nearly tie
