@@ -8,6 +8,7 @@ from typing import Any
 
 from k3ray.cluster.actor_calls import ActorId, ActorLost
 from k3ray.cluster.step_log import Replayed, StepLog, Stepped
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 
@@ -123,7 +124,7 @@ def may_recover(recoveries: int, lost: Iterable[ActorId], settings: RecoverySett
     if recoveries >= settings.max_recoveries:
         names = ", ".join(str(actor) for actor in sorted(lost))
         raise ActorLost(
-            f"{names} ended or did not answer, and this run was recovered {recoveries} times already "
+            f"{names} ended or did not answer, and this run was recovered {counted(recoveries, 'time')} already "
             f"(--max-recoveries {settings.max_recoveries}); look for the reason (memory? disk?), then start it again"
         )
 

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 FILE_NAME = "config.json"
@@ -30,9 +31,9 @@ class ConfigError(Failure):
         self.path = path
         self.problems = tuple(problems)
         lines = "\n".join(f"  {path.name}: {problem}" for problem in problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__(
-            f"{path}: {count} in the model's config; no field has a default, none is guessed:\n{lines}\n"
+            f"{path}: {counted(len(problems), 'problem')} in the model's config; no field has a default, none is "
+            f"guessed:\n{lines}\n"
             "Use the config.json that was published with the checkpoint, or correct these fields."
         )
 
