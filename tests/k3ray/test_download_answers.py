@@ -122,10 +122,13 @@ def test_the_token_is_only_for_the_endpoint_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["hub.example", "ftp://h", "https://", "https://u:p@h", "https://h?x=1", "http://[1", "http://h:x"]
-)
+    "text",
+    ["hub.example", "ftp://h", "https://", "https://u:p@h", "https://h?x=1", "http://[1", "http://h:x", "http://ho st",
+     "http://h\n", "http://hüb", "http://a..b", f"https://{'a' * 64}.b", "https://h/a b", "https://h/#", "http://h:0"],
+)  # fmt: skip
 def test_an_endpoint_that_is_none(text: str) -> None:
     with pytest.raises(HubRefused, match="--endpoint: expected an address") as caught:
         check_endpoint(text, "--endpoint")
     assert "u:p" not in str(caught.value)
-    assert check_endpoint("https://h/base/", "x") == "https://h/base"
+    for usable in ("https://h/base", "http://127.0.0.1:8080", "https://a-b.c.d.", "http://[::1]:8080", "http://h_1"):
+        assert check_endpoint(f"{usable}/", "x") == usable

@@ -107,8 +107,9 @@ def test_killed_and_gone_on_with_ends_in_an_exact_copy(hub: LocalHub, tmp_path: 
     assert "all of it is in" in errors and "pass" in out
 
 
-def test_two_at_once_and_control_c(hub: LocalHub, tmp_path: Path, run: Run) -> None:
-    """The second is refused; Ctrl-C ends the first with 130, keeps every byte that came, and the third goes on."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_two_at_once_and_an_end_from_outside(hub: LocalHub, tmp_path: Path, run: Run, number: signal.Signals) -> None:
+    """The second is refused; a signal ends the first, which keeps every byte that came, and the third goes on."""
     at = 777_777
     silent = [Fault("stall", at, seconds=60.0)]
     hub.faults = lambda asked: silent.pop() if asked.name == SHARD and silent else None
@@ -120,9 +121,9 @@ def test_two_at_once_and_control_c(hub: LocalHub, tmp_path: Path, run: Run) -> N
     code, _, refused = run(tmp_path)
     assert code == 2
     assert "another k3ray download is at work in this folder" in refused
-    first.send_signal(signal.SIGINT)
+    first.send_signal(number)
     _, errors = first.communicate(timeout=240)
-    assert first.returncode == 130
+    assert first.returncode == 128 + number
     assert "every byte that arrived is kept; the same command goes on" in errors and "Traceback" not in errors
     assert kept(tmp_path) == at
     code, out, errors = run(tmp_path, "--json")
@@ -181,6 +182,8 @@ def test_part_of_the_layers(hub: LocalHub, tmp_path: Path, run: Run) -> None:
         (["--revision", "f" * 40], "no such revision"),
         (["--endpoint", "ftp://host"], "--endpoint: expected an address like"),
         (["--stall-timeout", "0"], "expected 1 to 3600"),
+        (["--repo", ""], "--repo: found nothing after it"),
+        (["--revision", " "], "--revision: found nothing after it"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(

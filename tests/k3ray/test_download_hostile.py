@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from k3ray.download.workplace import DownloadBusy, NoSpace
 from k3ray.files import write_file
 from k3ray.http_client import ConnectionSettingsFailure
 from k3ray.workers.checkpoint.index_file import read_index_file
-from tests.downloads import SHARD, assert_exact, fetch
+from tests.downloads import QUICK, SHARD, assert_exact, fetch
 from tests.local_hub import Fault, LocalHub
 
 
@@ -38,6 +40,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "ftp://host/x",
         "http:///x",
         "http://\x7f/",
+        "http://a..b/x",
+        "http://xn--/x",
+        f"http://{'a' * 70}.test/x",
     ],
 )
 def test_a_redirect_to_no_address_is_a_failure_of_that_file(hub: LocalHub, tmp_path: Path, address: str) -> None:
@@ -128,6 +133,32 @@ def test_settings_that_no_connection_can_be_made_with_are_refused_by_name(
         with pytest.raises(ConnectionSettingsFailure, match=name) as failure:
             refused()
         assert "secret" not in str(failure.value)
+
+
+def test_a_folder_in_the_place_of_a_shard_is_told_before_anything_of_it_is_fetched(
+    hub: LocalHub, tmp_path: Path
+) -> None:
+    (tmp_path / SHARD).mkdir()
+    with pytest.raises(DownloadFailed, match=rf"1 of 5 files(.|\n)*{SHARD}: a folder is in its place"):
+        fetch(hub, tmp_path)
+    assert SHARD not in {asked.name for asked in hub.asked}
+
+
+def test_the_host_that_fails_is_the_one_that_is_named(hub: LocalHub, tmp_path: Path) -> None:
+    headers = (("location", "http://127.0.0.1:1/x"),)
+    hub.faults = lambda asked: Fault("status", status=302, headers=headers) if asked.name == SHARD else None
+    with pytest.raises(DownloadFailed, match=r"the last: 127\.0\.0\.1:1: ConnectError"):
+        fetch(hub, tmp_path, QUICK)
+
+
+def test_variables_that_the_library_does_not_understand(tmp_path: Path) -> None:
+    """It reads them when it is imported, so this takes a process of its own."""
+    program = "import sys; sys.argv[0] = 'k3ray'; from k3ray.cli import main; main()"
+    command = [sys.executable, "-c", program, "verify", str(tmp_path)]
+    variables = {**os.environ, "HF_HUB_DOWNLOAD_TIMEOUT": "1.5"}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr and "unset HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT" in ended.stderr
 
 
 def test_parts_on_another_disk_are_refused(hub: LocalHub, tmp_path: Path) -> None:

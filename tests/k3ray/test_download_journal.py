@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3ray.download.block_journal import Block, BlockJournal, digest_of, read_blocks
+from k3ray.download.block_journal import BLOCK_BYTES, Block, BlockJournal, digest_of, read_blocks
 from k3ray.download.checksums import Checksum, hash_file
 
 SHA = Checksum("sha256", "ab" * 32)
@@ -61,6 +61,17 @@ def test_a_journal_of_another_file_is_begun_anew(tmp_path: Path) -> None:
     assert len(read_blocks(path, 10, SHA)) == 1  # looking does not change it
     BlockJournal(path, 11, SHA).close()
     assert read_blocks(path, 10, SHA) == []
+
+
+def test_a_block_larger_than_any_that_is_written_is_not_believed(tmp_path: Path) -> None:
+    """A block is read whole to be compared: its size is memory."""
+    path, size = tmp_path / "file.blocks", 17 << 30
+    journal = BlockJournal(path, size, SHA)
+    journal.append(Block(0, BLOCK_BYTES, "a" * 32))
+    journal.append(Block(BLOCK_BYTES, size, "b" * 32))
+    journal.append(Block(size - 1, size, "c" * 32))
+    journal.close()
+    assert read_blocks(path, size, SHA) == [Block(0, BLOCK_BYTES, "a" * 32)]
 
 
 def test_half_a_line_on_a_full_disk_is_taken_back(tmp_path: Path) -> None:

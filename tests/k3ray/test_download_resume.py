@@ -46,6 +46,19 @@ def test_finished_shards_are_not_touched_and_a_changed_one_is_fetched_block_by_b
         assert (after.st_ino, after.st_mtime_ns) == (before[name].st_ino, before[name].st_mtime_ns)
 
 
+def test_a_finished_shard_that_was_removed_is_fetched_as_one_that_never_came(hub: LocalHub, tmp_path: Path) -> None:
+    """Its journal is still there, and says nothing of a file that is gone."""
+    fetch(hub, tmp_path)
+    (tmp_path / SHARD).unlink()
+    hub.bytes_per_s = 4e6
+    said: list[str] = []
+    here: list[int] = []
+    summary = fetch(hub, tmp_path, say=said.append, look=lambda reached: here.append(reached.here))
+    assert_exact(hub, tmp_path)
+    assert summary.fetched_bytes == len(hub.files[SHARD])
+    assert said == [] and min(here) >= 0 and max(here) <= len(hub.files[SHARD])
+
+
 def test_a_damage_that_keeps_the_time_of_change_is_found_by_deep_only(hub: LocalHub, tmp_path: Path) -> None:
     fetch(hub, tmp_path)
     stat = (tmp_path / SHARD).stat()

@@ -65,7 +65,7 @@ def test_a_malformed_token_is_refused_without_showing_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["huggingface.co", "ftp://a", "https://", "https://u:pw@a", "https://a?b", "http://[x"]
+    "text", ["huggingface.co", "ftp://a", "https://", "https://u:pw@a", "https://a?b", "http://[x", "http://a b"]
 )
 def test_an_endpoint_is_an_address(text: str) -> None:
     with pytest.raises(EnvironmentFailure, match=r"HF_ENDPOINT: expected a hub's address") as caught:
