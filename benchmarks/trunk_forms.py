@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from k3ray.kernels import dense
 from k3ray.kernels.threads import RowPool
-from k3ray.workers.model.weights import Matrices, Matrix, widen
+from k3ray.workers.model.matrices import Matrices, Matrix
+from k3ray.workers.model.weights import widen
 
 Floats = npt.NDArray[np.float32]
 BLOCK_BYTES = 64 << 20  # of float32 at a time

@@ -35,8 +35,9 @@ from k3ray.workers.experts import ExpertStore, LocalExperts
 from k3ray.workers.frames import ActivationFrame
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.embedding import Embedding
+from k3ray.workers.model.matrices import Matrices, ShardMatrices
 from k3ray.workers.model.slice import Slice, SliceParts
-from k3ray.workers.model.weights import Matrices, ShardMatrices, WeightSources, read_head, read_layer
+from k3ray.workers.model.weights import WeightSources, read_head, read_layer
 from k3ray.workers.tape.order import TapeTensor, full_name, tape_tensors
 
 Doubles = npt.NDArray[np.float64]

@@ -21,9 +21,10 @@ from k3ray.workers.frames import ActivationFrame
 from k3ray.workers.loading import CheckpointSpec, open_checkpoint
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.embedding import Embedding
+from k3ray.workers.model.matrices import ShardMatrices
 from k3ray.workers.model.slice import Slice, SliceParts
 from k3ray.workers.model.state import KdaState, SequenceState
-from k3ray.workers.model.weights import ShardMatrices, WeightSources, read_head, read_layer
+from k3ray.workers.model.weights import WeightSources, read_head, read_layer
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]

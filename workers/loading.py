@@ -22,8 +22,9 @@ from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.message_counts import Traffic
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.embedding import Embedding
+from k3ray.workers.model.matrices import Matrices, ShardMatrices
 from k3ray.workers.model.slice import Slice, SliceParts
-from k3ray.workers.model.weights import Matrices, ShardMatrices, WeightSources, read_head, read_layer
+from k3ray.workers.model.weights import WeightSources, read_head, read_layer
 from k3ray.workers.shard import ExpertShard
 from k3ray.workers.specs import CheckpointSpec, ShardSpec, StageSpec, TapeSpec
 from k3ray.workers.stage import LayerStage

@@ -17,8 +17,9 @@ import pytest
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.model.attention import kda_attention, mla_attention
 from k3ray.workers.model.config import ModelConfig, read_config
+from k3ray.workers.model.matrices import ResidentMatrix
 from k3ray.workers.model.state import KdaState, MlaState, new_sequence
-from k3ray.workers.model.weights import KdaWeights, MlaWeights, ResidentMatrix
+from k3ray.workers.model.weights import KdaWeights, MlaWeights
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

@@ -16,7 +16,8 @@ import pytest
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.model.feed_forward import mixture_of_experts, mlp
-from k3ray.workers.model.weights import MlpWeights, MoeWeights, ResidentMatrix
+from k3ray.workers.model.matrices import ResidentMatrix
+from k3ray.workers.model.weights import MlpWeights, MoeWeights
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

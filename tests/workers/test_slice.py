@@ -14,8 +14,9 @@ import pytest
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.frames import ActivationFrame
 from k3ray.workers.model.config import ModelConfig, read_config
+from k3ray.workers.model.matrices import ResidentMatrix
 from k3ray.workers.model.slice import Slice, SliceParts
-from k3ray.workers.model.weights import HeadWeights, LayerWeights, ResidentMatrix
+from k3ray.workers.model.weights import HeadWeights, LayerWeights
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

@@ -15,12 +15,12 @@ from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.model.config import read_config
 from k3ray.workers.model.finite import CheckedMatrix
+from k3ray.workers.model.matrices import ShardMatrices
 from k3ray.workers.model.weights import (
     KdaWeights,
     MlaWeights,
     MlpWeights,
     MoeWeights,
-    ShardMatrices,
     WeightSources,
     read_head,
     read_layer,

@@ -7,10 +7,12 @@ a matrix gives is looked at before anything is made of it, and what lies in memo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from k3ray.workers.model.matrices import Matrix
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -24,18 +26,6 @@ class NonFiniteProduct(ArithmeticError):
         self.row = row
 
 
-class Applicable(Protocol):
-    """What CheckedMatrix asks of a matrix (workers/model/weights.py, Matrix)."""
-
-    def apply(self, x: Float32Array) -> Float32Array:
-        """Return (tokens, rows) f32 for x (tokens, columns) f32."""
-        ...
-
-    def array(self) -> npt.NDArray[Any]:
-        """Return the whole matrix as stored."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class CheckedMatrix:
     """A matrix whose every output is looked at: rows compares for rows times columns products.
@@ -44,7 +34,7 @@ class CheckedMatrix:
     """
 
     short: str
-    matrix: Applicable
+    matrix: Matrix
 
     def apply(self, x: Float32Array) -> Float32Array:
         """Return (tokens, rows) f32 for x (tokens, columns) f32; NonFiniteProduct."""

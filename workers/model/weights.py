@@ -1,75 +1,24 @@
 """The weights of a run of layers: small tensors in memory, matrices from wherever they come.
 
-A matrix is known to the layers only as something that can be applied to tokens: whether its rows lie in memory or
-are being read from a tape is not theirs to know. Matrices are used in the tape's order (workers/tape/order.py).
+Matrices are used in the tape's order (workers/tape/order.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from k3ray.kernels import dense
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.checkpoint.binding import Binding, read_a_log
 from k3ray.workers.checkpoint.tensors import TensorReader, require_finite
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.model.finite import CheckedMatrix
+from k3ray.workers.model.matrices import Matrices, Matrix
 
 Float32Array = npt.NDArray[np.float32]
-
-
-class Matrix(Protocol):
-    """A dense matrix (rows, columns), bf16 bits or float32."""
-
-    def apply(self, x: Float32Array) -> Float32Array:
-        """Return (tokens, rows) f32 for x (tokens, columns) f32, in the contract's order."""
-        ...
-
-    def array(self) -> npt.NDArray[Any]:
-        """Return the whole matrix as stored; it may be gone when another matrix is used."""
-        ...
-
-
-class Matrices(Protocol):
-    """Where the matrices of a slice come from."""
-
-    def matrix(self, layer: int, short: str, pool: RowPool) -> Matrix:
-        """Return a matrix by its layer (the head's: one past the last layer) and short name."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentMatrix:
-    """A matrix in memory, and the threads that share its rows."""
-
-    weight: npt.NDArray[Any]
-    pool: RowPool
-
-    def apply(self, x: Float32Array) -> Float32Array:
-        """Return (tokens, rows) f32 for x (tokens, columns) f32, in the contract's order."""
-        return dense.matmul(self.weight, x, self.pool)
-
-    def array(self) -> npt.NDArray[Any]:
-        """Return the whole matrix as stored."""
-        return self.weight
-
-
-@dataclass(frozen=True, slots=True)
-class ShardMatrices:
-    """Matrices read whole from the shards."""
-
-    binding: Binding
-    reader: TensorReader
-
-    def matrix(self, layer: int, short: str, pool: RowPool) -> Matrix:
-        """Read a matrix into memory."""
-        is_head = layer == self.binding.config.num_hidden_layers
-        names = self.binding.top if is_head else self.binding.layer_tensors(layer)
-        return ResidentMatrix(self.reader.read(names[short]), pool)
 
 
 @dataclass(frozen=True, slots=True)
