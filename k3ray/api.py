@@ -24,7 +24,9 @@ from k3ray.placing import cluster_wish
 from k3ray.report import Generation, Settings
 from k3ray.starting import RunRequest
 from k3ray.transcript import Token
+from k3ray.whole_number import whole_number
 from k3ray.workers.checkpoint.leftovers import unused_line
+from k3ray.workers.checkpoint.mirrors import refuse_other_experts
 from k3ray.workers.loading import CheckpointSpec, open_what_is_here
 from k3ray.workers.model.config import read_config, unknown_line
 
@@ -43,7 +45,7 @@ def open_model(
     threads: int | None = None,
     tok: Path | str | None = None,
     tape: Path | str | None = None,
-    mirror: Sequence[Path | str] = (),
+    mirror: Path | str | Sequence[Path | str] = (),
     memory: str | None = None,
     preset: str | None = None,
     trunk_gb: str | float | None = None,
@@ -64,8 +66,8 @@ def open_model(
     a cluster one a node). threads: of all processes of this host together; default OMP_NUM_THREADS, else the physical
     cores that this process may use. tok: the vocabulary.
 
-    tape: what `k3ray pack` wrote, to stream the trunk from. mirror: folders with copies of the checkpoint, for an
-    expert that the first cannot give. memory (like "24G", of all processes of this host) or preset, trunk_gb and
+    tape: what `k3ray pack` wrote, to stream the trunk from. mirror: a folder or folders with copies of the checkpoint,
+    for an expert that the first cannot give. memory (like "24G", of all processes of this host) or preset, trunk_gb and
     cache_gb divide the memory; with none of them everything is resident if it fits, else as much as there is.
     wishes: the same, merged already. context: positions to plan for; default those of the first generation.
 
@@ -77,6 +79,15 @@ def open_model(
 
     Raises a Failure (its exit_code says of which kind) when anything is missing, not understood or does not fit.
     """
+    given = {
+        "--layers": layers, "--stages": stages, "--expert-shards": expert_shards, "--threads": threads,
+        "--snapshot-every": snapshot_every, "--max-recoveries": max_recoveries,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            whole_number(name, value)
+    if context is not None:
+        whole_number("context", context, low=1)
     environment = read_environment()
     source = find_model(_path(model_dir), _path(tok), environment)
     say(source.describe())
@@ -87,7 +98,7 @@ def open_model(
     full = read_config(config_path or source.model_dir)
     num_layers = full.num_hidden_layers if layers is None else layers
     full.truncated(num_layers)
-    spec = CheckpointSpec(source.model_dir, config_path, num_layers, tuple(Path(folder) for folder in mirror))
+    spec = CheckpointSpec(source.model_dir, config_path, num_layers, _folders(mirror))
     if threads is None:
         threads = environment.threads or default_threads()
     recovery = RecoverySettings(snapshot_every, max_recoveries)
@@ -96,6 +107,8 @@ def open_model(
     checkpoint = open_what_is_here(spec)
     for line in filter(None, (unknown_line(config_path or source.model_dir), unused_line(checkpoint.binding.left))):
         say(f"warning: {line}")
+    for mirror_root in checkpoint.mirrors:
+        refuse_other_experts((checkpoint.binding, checkpoint.reader), mirror_root)
     folders = (source.model_dir, *spec.mirrors)
     cluster = cluster_wish(
         checkpoint.config, folders, _path(tape), stages, expert_shards, wishes, _path(plan), _path(roots), layers
@@ -105,6 +118,11 @@ def open_model(
     address = environment.ray_address
     request = RunRequest(spec, checkpoint, one_host, memory_wish, cluster, recovery, threads, address)
     return Model(source, request, settings, say)
+
+
+def _folders(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:
+    """One folder or several; a text is one name, not a sequence of letters."""
+    return (Path(given),) if isinstance(given, str | Path) else tuple(Path(folder) for folder in given)
 
 
 def _path(path: Path | str | None) -> Path | None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from k3ray.tokenizer import Tokenizer
+from k3ray.whole_number import whole_number
 from k3ray.workers.failure import Failure
 
 MAX_PROMPT = 32_768
 MAX_GEN = 4_096
-_IDS = re.compile(r"[0-9]+")
+_IDS = re.compile(r"[0-9]{1,20}")
 
 
 class PromptFailure(Failure):
@@ -21,11 +22,12 @@ class PromptFailure(Failure):
 
 
 def parse_ids(text: str) -> list[int]:
-    """Return the ids of "3,5,7"; blanks around an id are allowed, nothing else is."""
+    """Return the ids of "3,5,7"; blanks around an id are allowed, nothing else is, nor an id of more than 20 digits."""
     pieces = [piece.strip() for piece in text.split(",")]
     for place, piece in enumerate(pieces, start=1):
         if not _IDS.fullmatch(piece):
-            raise PromptFailure(f"--ids: item {place} is {piece!r}, expected whole numbers like 3,5,7")
+            found = piece if len(piece) <= 40 else f"{piece[:36]}..."
+            raise PromptFailure(f"--ids: item {place} is {found!r}, expected whole numbers like 3,5,7")
     return [int(piece) for piece in pieces]
 
 
@@ -53,7 +55,9 @@ def choose_prompt(
     if given not in options:
         raise PromptFailure(f"exactly one of {', '.join(options)} is needed, found {given or 'none'}")
     if ids is not None:
-        found = list(ids)
+        if isinstance(ids, str | bytes | bytearray):
+            raise PromptFailure(f"ids: found {type(ids).__name__}, expected a sequence of whole numbers")
+        found = [whole_number(f"ids: item {place}", token_id) for place, token_id in enumerate(ids, start=1)]
     elif prompt_file is not None:
         found = require_tokenizer(tokenizer).encode(read_prompt_file(Path(prompt_file)))
     else:
@@ -76,8 +80,8 @@ def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_gen(gen: int) -> None:
-    """Refuse a number of tokens to generate outside 1..MAX_GEN."""
-    if not 1 <= gen <= MAX_GEN:
+    """Refuse a number of tokens to generate that is not whole or outside 1..MAX_GEN."""
+    if not 1 <= whole_number("--gen", gen) <= MAX_GEN:
         raise PromptFailure(f"--gen: found {gen}, expected 1 to {MAX_GEN}")
 
 
