@@ -4,6 +4,7 @@ that he does not reach another one.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -99,6 +100,7 @@ class Watch:
         self._asked.pop(actor, None)
         self._busy_s.pop(actor, None)
         self._signs.pop(actor, None)
+        self._linked_at[actor] = math.inf
         self._answers[actor] = 0
 
     def _ask(self, actor: ActorId) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,6 +147,19 @@ def test_a_node_that_dies_later_is_not_replaced_over_the_cut_link(k3b_dir: Path,
     assert hash_on(Driver(chain, CHUNK)) == expected
     assert nodes_of(actors, "shard") == ["a", "a", "a"] and nodes_of(actors, "stage")[2] in ("a", "b")
     assert [recovery.lost for recovery in chain.recoveries] == [("shard 1", "shard 2"), ("stage 2",)]
+
+
+def test_what_is_said_while_a_shard_is_on_its_way_is_not_of_its_new_place(k3b_dir: Path) -> None:
+    """Its new process answers the driver before it has loaded, and the stages do not know of it yet."""
+    (actors, _, chain, homes), _ = wired(k3b_dir)
+    watch, stage = chain._processes._watch, actors.processes[STAGES[1]]
+    stage.unreached[2], stage.reached = time.monotonic() - 60.0, {2}
+    assert watch.look() == {SHARDS[2]} and homes.is_cut(STAGES[1], SHARDS[2])
+    watch.renewed(SHARDS[2])
+    actors.start(SHARDS[2], replace(actors.spec_of(SHARDS[2]), node_id="a")).result()
+    assert not watch.look() and not watch.look() and not homes.is_cut(STAGES[1], SHARDS[2])
+    watch.started(SHARDS[2])
+    assert watch.look() == {SHARDS[2]} and homes.is_cut(STAGES[1], SHARDS[2])  # asked afterwards
 
 
 def signs(

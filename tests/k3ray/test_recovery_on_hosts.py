@@ -15,7 +15,7 @@ from k3ray.proof import logits_hash, trace
 from k3ray.workers.in_process import start_in_process
 from k3ray.workers.loading import CheckpointSpec
 from tests.hosts import NoHosts
-from tests.node_faults import Strike, cut_host, kill_host, run_struck
+from tests.node_faults import Strike, cut_host, cut_link, kill_host, run_struck
 from tests.ray_faults import GEN, MOMENTS, PROMPT
 from tests.ray_hosts import RayHosts
 
@@ -77,6 +77,42 @@ def test_a_link_cut_for_good_and_what_was_cut_off_ends_when_it_is_back(hosts: Ra
     mending.join()
     assert outcome.code == 0 and outcome.record["hash"] == expected and outcome.record["seconds"] < PATIENCE_S
     assert not left
+
+
+@pytest.mark.slow
+def test_a_link_between_two_hosts_cut_for_ten_seconds_and_then_for_good(hosts: RayHosts, expected: str) -> None:
+    """The driver reaches both, and so does every other host."""
+    cut = cut_link("host-2", "host-3", mended_after_s=10.0)
+    waited = run_struck(hosts, [Strike(MOMENT, cut)], settings=SETTINGS)
+    assert waited.code == 0 and waited.record["hash"] == expected
+    assert waited.record["recoveries"] == [] and waited.record["seconds"] > 10
+    outcome = run_struck(hosts, [Strike(MOMENT, cut_link("host-2", "host-3"))], settings=SETTINGS)
+    assert outcome.code == 0 and outcome.record["hash"] == expected and outcome.record["seconds"] < PATIENCE_S
+    (recovery,) = outcome.record["recoveries"]
+    assert recovery["places"] == ["shard 1: host-2 -> host-1", "shard 2: host-3 -> host-1"]
+    assert recovery["layer_steps"] == 0 and "the link between host-2 and host-3 is cut" in outcome.record["lines"][0]
+
+
+@pytest.mark.slow
+def test_frames_that_ray_carries_from_host_to_host_go_round_a_cut_link(tmp_path: Path, expected: str) -> None:
+    """As the released model's do, which are larger than what Ray sends with a call.
+
+    The frame that was on its way then may still come from the driver's host, which Ray tries by chance.
+    """
+    try:
+        made = RayHosts(tmp_path, 3, {"RAY_max_direct_call_object_size": "1000"})
+    except NoHosts as reason:
+        pytest.skip(str(reason))
+    with made as hosts:
+        struck = [Strike(MOMENT, cut_link("host-2", "host-3"))]
+        outcome = run_struck(hosts, struck, settings={**SETTINGS, "max_recoveries": 2})
+    assert outcome.code == 0 and outcome.record["hash"] == expected and outcome.record["seconds"] < 2 * PATIENCE_S
+    shards, *stages = outcome.record["recoveries"]
+    assert shards["lost"] == ["shard 1", "shard 2"] and shards["layer_steps"] == 0
+    assert all(stage["places"] == ["stage 2: host-3, started again there"] for stage in stages)
+    assert all(0 < stage["layer_steps"] <= 3 * SETTINGS["snapshot_every"] for stage in stages)
+    cuts = [cut for recovery in outcome.record["recoveries"] for cut in recovery["cuts"]]
+    assert all(cut.startswith("the link between host-2 and host-3 is cut: stage ") for cut in cuts)
 
 
 @pytest.mark.slow
