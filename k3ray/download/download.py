@@ -123,7 +123,7 @@ class _Work:
         start = time.monotonic()
         write_record(self._workplace.directory, self._record)
         small = small_files(self._listing(), self._wish.tokenizer_only)
-        self._want(small)
+        self._want(self._record.wanted.union(small))
         self.fetch(small)
         shard_map, shards = None, frozenset[str]()
         if not self._wish.tokenizer_only:
@@ -209,11 +209,11 @@ class _Work:
             if shard_map is None:
                 raise HubRefused("--layers: the repository has no index file that says where layers are; leave it out")
             shards = shard_map.holding(self._wish.layers)
-        self._want(shards)
+        here = (name for name in self._record.wanted if self._workplace.final(name).is_file())
+        self._want(shards.union(here))  # not what an earlier command asked for and did not get
         return shard_map, shards
 
-    def _want(self, names: Iterable[str]) -> None:
+    def _want(self, names: frozenset[str]) -> None:
         """Note what is wanted, so that a proof knows what a part of the model leaves out."""
-        record = self._record
-        self._notes.record = replace(record, wanted=record.wanted | frozenset(names))
+        self._notes.record = replace(self._record, wanted=names)
         write_record(self._workplace.directory, self._notes.record)

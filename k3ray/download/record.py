@@ -37,7 +37,8 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One folder's download. wanted: chosen so far. finished: by name, the stamp at which the checksum was right.
+    """One folder's download. wanted: what is asked for now, and what is here of what was before. finished: by name, the stamp at
+    which the checksum was right.
 
     unproven: names in the repository whose size or checksum was not asked for yet.
     """
