@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from k3ray.api import Token, open_model
+from k3ray.api import Model, Token, open_model
 from k3ray.cluster.wishes import merge_wishes
 from k3ray.cluster_report import report_lines
 from k3ray.commands.terminal import say
@@ -58,29 +58,8 @@ class GenerateRequest:
 def run(request: GenerateRequest) -> None:
     """Check everything, start, stream, summarise, write; raises typer.Exit(4) when a damaged expert was used."""
     check_gen(request.gen)
-    outputs = {"--out": request.out, "--dump-logits": request.dump_logits, "--save-state": request.save_state}
-    for option, path in outputs.items():
-        if path is not None:
-            check_writable(path, option)
-    if request.dump_cache_trace is not None:
-        make_folder(request.dump_cache_trace, "--dump-cache-trace")
-    model = open_model(
-        request.model_dir,
-        config=request.config,
-        layers=request.layers,
-        stages=request.stages,
-        expert_shards=request.expert_shards,
-        threads=request.threads,
-        tok=request.tok,
-        tape=request.tape,
-        mirror=request.mirror,
-        wishes=merge_wishes(request.wishes),
-        snapshot_every=request.snapshot_every,
-        max_recoveries=request.max_recoveries,
-        plan=request.plan,
-        roots=request.roots,
-        say=say,
-    )
+    _check_outputs(request)
+    model = _open(request)
     ids = parse_ids(request.ids) if request.ids is not None else None
     prompt = None if request.prompt is None else os.fsencode(request.prompt)  # the bytes that were typed
     prompt_ids = model.prompt_ids(prompt, request.prompt_file, ids, optional=request.load_state is not None)
@@ -114,6 +93,37 @@ def run(request: GenerateRequest) -> None:
         say(f"damaged: NaN scale bytes in {experts}; their groups counted as zero, so this text is not the model's. "
             "Fetch the shards of these experts again")  # fmt: skip
         raise typer.Exit(EXPERT_DAMAGED)
+
+
+def _check_outputs(request: GenerateRequest) -> None:
+    """Refuse, before any work, what could not be written after it."""
+    outputs = {"--out": request.out, "--dump-logits": request.dump_logits, "--save-state": request.save_state}
+    for option, path in outputs.items():
+        if path is not None:
+            check_writable(path, option)
+    if request.dump_cache_trace is not None:
+        make_folder(request.dump_cache_trace, "--dump-cache-trace")
+
+
+def _open(request: GenerateRequest) -> Model:
+    """The model as the options ask for it; nothing is started yet."""
+    return open_model(
+        request.model_dir,
+        config=request.config,
+        layers=request.layers,
+        stages=request.stages,
+        expert_shards=request.expert_shards,
+        threads=request.threads,
+        tok=request.tok,
+        tape=request.tape,
+        mirror=request.mirror,
+        wishes=merge_wishes(request.wishes),
+        snapshot_every=request.snapshot_every,
+        max_recoveries=request.max_recoveries,
+        plan=request.plan,
+        roots=request.roots,
+        say=say,
+    )
 
 
 def _show_text(token: Token) -> None:

@@ -64,16 +64,19 @@ def run(
         say(f"{node}: the plan streams trunk there, and there is no tape yet: `k3ray pack` makes one, --tape names it")
     if out is not None:
         write_plan(out, config, placement)
-    kept = f"written to {out}" if out is not None else "keep it with --out plan.json"
-    if out is not None and cluster is None:
-        named = "".join(
-            f" --{option} {path}" for option, path in (("tape", tape), ("roots", roots)) if path is not None
-        )
-        kept += f"; next: k3ray generate {source.model_dir}{named} --plan {out}"
+    kept = "keep it with --out plan.json"
+    if out is not None:
+        kept = f"written to {out}" + (_run_with(source.model_dir, tape, roots, out) if cluster is None else "")
     say(
         f"planned {counted(len(placement.stages), 'stage')} and {counted(len(placement.shards), 'shard')} on "
         f"{counted(len(nodes), 'node')}; {kept}"
     )
+
+
+def _run_with(model_dir: Path, tape: Path | None, roots: Path | None, out: Path) -> str:
+    """What to type next, with the options that this plan was made for."""
+    named = "".join(f" --{option} {path}" for option, path in (("tape", tape), ("roots", roots)) if path is not None)
+    return f"; next: k3ray generate {model_dir}{named} --plan {out}"
 
 
 def placement_table(placement: Placement) -> Table:
