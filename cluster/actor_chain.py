@@ -26,6 +26,7 @@ from k3ray.workers.specs import ShardSpec, StageSpec, part_name
 
 Options = Callable[[float, int | None, str, str | None], dict[str, Any]]
 PEAK_S = 5.0  # actors that have not said their memory by then are left out
+HURRIED_PEAK_S = 1.0  # of a run that is ending before its time
 NUM_CPUS = 0  # the plan shares the cores out; Ray must not make an actor wait for one
 
 
@@ -151,12 +152,12 @@ class ActorChain:
         """Return what all actors have read since they were loaded."""
         return sum((answer_of(actor.counts.remote()) for actor in [*self._stages, *self._shards]), IoCounts())
 
-    def peak_memory(self) -> dict[str, int]:
-        """Return the most that each actor has held, by what it holds; an actor that is gone is left out."""
+    def peak_memory(self, within_s: float = PEAK_S) -> dict[str, int]:
+        """Return the most that each actor has held, by what it holds; who is gone or does not answer is left out."""
         asked = {}
         for actor in all_actors(self):
             asked[self.part_of(actor)] = self.call_aside(actor, "peak_memory")
-        found, ends = {}, time.monotonic() + PEAK_S
+        found, ends = {}, time.monotonic() + within_s
         for part, ref in asked.items():
             with suppress(ActorGone):
                 found[part] = int(self.result(ref)) if self.is_done(ref, max(0.0, ends - time.monotonic())) else 0

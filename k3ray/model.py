@@ -213,7 +213,9 @@ class Model:
         run = self._run
         assert run is not None and self.budget is not None
         run.memory.sample()
-        peaks = run.far_peaks()
+        peaks = run.far_peaks(whole=io is not None)
+        if line := run.unanswered(peaks):
+            self._say(line)
         nodes, messages = run.node_reports(peaks), run.message_report(io.messages) if io is not None else None
         tape = self._request.memory.tape
         return Generation(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from k3ray.cluster.actor_calls import ActorId, all_actors
-from k3ray.cluster.actor_chain import ActorChain
+from k3ray.cluster.actor_chain import HURRIED_PEAK_S, PEAK_S, ActorChain
 from k3ray.cluster.budget_plan import BudgetPlan, gigabytes
 from k3ray.cluster.living_nodes import LivingNodes, PlacedRun
 from k3ray.cluster.machine import is_in_memory
@@ -98,11 +98,22 @@ class Run:
         """Bytes by process: those of this host at one moment, of actors elsewhere what each held at most."""
         return {**far_peaks, **self.memory.peak.role_bytes}
 
-    def far_peaks(self) -> dict[str, int]:
+    def far_peaks(self, whole: bool = True) -> dict[str, int]:
         """What the actors of a cluster say that they held at most; asked once, as one that cannot be reached is waited
-        for.
+        for. whole: False where the run was interrupted or has failed, and nobody may be kept waiting.
         """
-        return self.actors.peak_memory() if self.placed is not None else {}
+        if self.placed is None:
+            return {}
+        return self.actors.peak_memory(PEAK_S if whole else HURRIED_PEAK_S)
+
+    def unanswered(self, far_peaks: Mapping[str, int]) -> str:
+        """A line on the actors of a cluster of which nothing was heard at the end; empty where all have answered."""
+        parts = map(self.actors.part_of, all_actors(self.actors)) if self.placed is not None else ()
+        silent = ", ".join(part for part in parts if part not in far_peaks)
+        return silent and (
+            f"no answer from {silent}: where such a process still is, Ray ends it in some seconds, or when its node is "
+            "reached again"
+        )
 
     @property
     def _own_node(self) -> str:
