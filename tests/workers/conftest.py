@@ -1,4 +1,4 @@
-"""Fixtures of several test files: the golden checkpoint to be packed, and what an undisturbed pack of it writes."""
+"""Fixtures of several test files: a small checkpoint and a place for its index, the golden one and a pack of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.indexes import small_checkpoint
 from tests.tapes import Model, files_of, opened_model
 
 
@@ -23,3 +24,15 @@ def good(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     out = tmp_path_factory.mktemp("good") / "tape"
     model.pack(out)
     return files_of(out)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of two shards and its index file."""
+    return small_checkpoint(tmp_path / "model")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> list[Path]:
+    """Where its index may be kept."""
+    return [tmp_path / "cache" / "index"]
