@@ -12,6 +12,7 @@ from k3ray.cluster.machine import MemoryLimits, memory_limits
 from k3ray.cluster.plan import Plan, with_memory
 from k3ray.cluster.wishes import Wishes
 from k3ray.workers.loading import Checkpoint, TapeSpec
+from k3ray.workers.tape.identity import changed_since
 from k3ray.workers.tape.layout import TapeLayout
 from k3ray.workers.tape.tape import open_tape
 
@@ -36,10 +37,12 @@ class MemoryWish:
 def choose_tape(checkpoint: Checkpoint, folder: Path, say: Callable[[str], None] = lambda line: None) -> TapeChoice:
     """Open the tape and prove that it is this model's, for all layers; TapeError, WrongTape, DiskReadFailure.
 
-    say: is told when the tape's disk refuses reads past the page cache.
+    say: is told when the tape's disk refuses reads past the page cache, and of shards that are newer than the tape.
     """
     layers = range(checkpoint.binding.config.num_hidden_layers + 1)
     with (tape := open_tape(folder, checkpoint.binding, checkpoint.reader, layers, say)).file:
+        if changed := changed_since(folder, checkpoint.reader.index):
+            say(f"warning: {changed}")
         return TapeChoice(folder, tape.layout)
 
 

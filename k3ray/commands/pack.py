@@ -13,6 +13,7 @@ from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.counted import counted
 from k3ray.workers.model.config import read_config
+from k3ray.workers.tape.identity import changed_since, note_proven
 from k3ray.workers.tape.manifest import MANIFEST_NAME
 from k3ray.workers.tape.pack import pack
 from k3ray.workers.tape.tape import Tape, open_tape
@@ -28,6 +29,8 @@ def run(model_dir: Path | None, out: Path, verify_bits: bool, config: Path | Non
     with TensorReader(index) as reader:
         if (out / MANIFEST_NAME).exists():
             _open(out, binding, reader).file.close()
+            if not verify_bits and (changed := changed_since(out, index)):
+                say(f"warning: {changed}")
             done = f"{out}: holds the whole tape of this model already, nothing was written"
         else:
             done = _pack(binding, reader, out)
@@ -53,6 +56,7 @@ def _verify(binding: Binding, reader: TensorReader, out: Path) -> str:
     tape = _open(out, binding, reader)
     with tape.file, Progress("verifying") as progress:
         summary = verify(tape, binding, reader, progress=progress.update)
+    note_proven(out)
     speed = summary.tape_bytes / 1e9 / max(summary.seconds, 1e-9)
     return (
         f"{out}: all {decimal_size(summary.tape_bytes)} of {summary.num_tensors} matrices are the shards' to the last "

@@ -14,8 +14,11 @@ import msgspec
 import pytest
 
 from k3ray.commands import pack as command
+from k3ray.memory import choose_tape
 from k3ray.workers.checkpoint.synthetic_spec import SyntheticSpec
 from k3ray.workers.failure import Failure
+from k3ray.workers.loading import CheckpointSpec, open_checkpoint
+from k3ray.workers.model.config import read_config
 from k3ray.workers.tape import manifest as manifest_module
 from k3ray.workers.tape.direct_io import prefaulted
 from k3ray.workers.tape.identity import WrongTape
@@ -249,6 +252,35 @@ def test_the_command_packs_proves_and_says_what_is_next(
     flip(out / "trunk.tape", 4000)
     with pytest.raises(Failure, match="byte 4000"):
         command.run(model, out, True)
+
+
+def test_shards_that_were_written_after_the_tape_are_told_until_it_is_proven(
+    twins: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row between the samples that was repaired after packing: only a proof finds it, so a proof is asked for."""
+    path, out = shutil.copytree(twins / "first", tmp_path / "model"), tmp_path / "tape"
+    spec = CheckpointSpec(path, None, read_config(path).num_hidden_layers)
+    command.run(path, out, False)
+    lines: list[str] = []
+    choose_tape(open_checkpoint(spec), out, lines.append)
+    assert not any("warning" in line for line in lines)
+    with opened_model(path) as model:
+        entry = model.reader.entry("language_model.lm_head.weight")
+    flip(entry.path, entry.offset + entry.nbytes // entry.shape[0] + 7)  # of row 1, which is in no sample
+    later = (out / "manifest.json").stat().st_mtime_ns + 10**9
+    os.utime(entry.path, ns=(later, later))
+    choose_tape(open_checkpoint(spec), out, lines.append)
+    assert f"shards, {entry.path.name} for one, were written after this tape was packed or proven" in lines[-1]
+    command.run(path, out, False)
+    assert "warning: " in capsys.readouterr().err
+    with pytest.raises(TapeError, match=r"lm_head.weight, row 1"):
+        command.run(path, out, True)
+    flip(entry.path, entry.offset + entry.nbytes // entry.shape[0] + 7)
+    os.utime(entry.path)
+    command.run(path, out, True)
+    told = len(lines)
+    choose_tape(open_checkpoint(spec), out, lines.append)
+    assert not any("warning" in line for line in lines[told:])
 
 
 def test_the_version_is_known_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:

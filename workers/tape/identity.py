@@ -3,22 +3,25 @@
 Names, shapes and sizes are the same in every checkpoint of one architecture, so they prove nothing about the weights.
 Four whole rows of each matrix, its first and last among them, do so for any weights that were trained or converted
 otherwise, wherever the copy lies and however it is cut into shards. A checkpoint that differs in other rows only is not
-told apart here: `k3ray pack --verify` compares every bit.
+told apart here: `k3ray pack --verify` compares every bit, and shards that were written after the tape are told.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from k3ray.workers.checkpoint.binding import Binding
+from k3ray.workers.checkpoint.index_table import TensorIndex
 from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.failure import Failure
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.tape.layout import TapeLayout
-from k3ray.workers.tape.manifest import TapeIdentity, config_fields
+from k3ray.workers.tape.manifest import MANIFEST_NAME, TapeIdentity, config_fields
 from k3ray.workers.tape.order import TapeTensor, full_name
 
 SAMPLED_ROWS = 4
@@ -82,6 +85,29 @@ def refuse_other_weights(
         if tensor.layer in wanted and sample_tensor(binding, reader, tensor) != sample:
             where = "the head" if tensor.layer == layout.head_layer else f"layer {tensor.layer}'s {tensor.short}"
             raise WrongTape(path, identity, reader.index.directory, f"{where} has other values")
+
+
+def changed_since(folder: Path, index: TensorIndex) -> str:
+    """What is said when shards were written after the tape was packed or last proven, a repair for instance; or empty.
+
+    The manifest's own time is that moment. A copy of the checkpoint that was made later is told as well: the samples
+    prove that it is this model, not that every row is.
+    """
+    proven_ns = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    later = [shard.name for shard in index.shards if shard.mtime_ns > proven_ns]
+    if not later:
+        return ""
+    return (
+        f"{folder}: {len(later)} of {len(index.shards)} shards, {later[0]} for one, were written after this tape was "
+        "packed or proven, and only samples were compared: prove it with "
+        f"k3ray pack {index.directory} {folder} --verify"
+    )
+
+
+def note_proven(folder: Path) -> None:
+    """Keep that every bit of a tape was compared just now, where the folder can be written to."""
+    with suppress(OSError):
+        os.utime(folder / MANIFEST_NAME)
 
 
 def _show(value: object) -> str:
