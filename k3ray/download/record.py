@@ -37,9 +37,9 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One folder's download. wanted: what is asked for now, and what is here of what was before. finished: by name, the stamp at
-    which the checksum was right.
+    """One folder's download. finished: by name, the stamp at which the checksum was right.
 
+    wanted: what is asked for now, and what is here of what was before.
     unproven: names in the repository whose size or checksum was not asked for yet.
     """
 
