@@ -72,14 +72,16 @@ def has_golden(directory: Path) -> bool:
 
 
 def golden_statements(directory: Path) -> list[Statement]:
-    """A statement for each recorded prompt; where the golden cannot be run, one that says so and disagrees."""
+    """A statement for each recorded prompt; where the golden cannot be run, one that says so and disagrees: nothing was
+    executed, so it is U.
+    """
     subject, source = "logits against the golden beside the checkpoint", GOLDEN_ARRAYS
     try:
         return [result.statement() for result in golden_results(directory)]
     except Failure as failure:
         found = f"not executed: {str(failure).splitlines()[0]}"
         expected = f"at most {GOLDEN_TOLERANCE:g}"
-        return [Statement("golden.logits.0", "boundary", "X", "k3ray", subject, found, expected, False, source)]
+        return [Statement("golden.logits.0", "boundary", "U", "k3ray", subject, found, expected, False, source)]
 
 
 def golden_results(directory: Path) -> tuple[Executed, ...]:
@@ -93,6 +95,7 @@ def golden_results(directory: Path) -> tuple[Executed, ...]:
         _, ours = trace(driver, ids.tolist(), 1)
         same = ours.shape == logits.shape
         difference = float(np.abs(ours.astype(np.float64) - logits).max()) if same else float("inf")
+        note = "" if same else f"computed {list(ours.shape)}, recorded {list(logits.shape)}"
         results.append(
             Executed(
                 id=f"golden.logits.{number}",
@@ -101,6 +104,7 @@ def golden_results(directory: Path) -> tuple[Executed, ...]:
                 tolerance=GOLDEN_TOLERANCE,
                 measure="largest absolute difference",
                 source=f"{GOLDEN_ARRAYS} beside the checkpoint; executed on this machine in one process",
+                note=note,
             )
         )
     return tuple(results)

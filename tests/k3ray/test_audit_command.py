@@ -131,14 +131,16 @@ def test_a_golden_of_other_weights_disagrees(plain: Path, k3b_dir: Path) -> None
     arrays["p2_logits"][1, 2] += 0.01
     arrays["p0_logits"] = arrays["p0_logits"][:-1]
     np.savez(plain / "golden.npz", **arrays)
-    assert [statement.agrees for statement in golden_statements(plain)] == [False, True, False, True]
+    found = golden_statements(plain)
+    assert [(one.kind, one.agrees) for one in found] == [("X", False), ("X", True), ("X", False), ("X", True)]
+    assert "computed [41, 512], recorded [40, 512]" in found[0].found
 
 
 def test_a_golden_that_cannot_be_read_disagrees(plain: Path) -> None:
     (plain / "golden.json").write_text('{"prompts": [{}]}')
     (plain / "golden.npz").write_bytes(b"no archive")
     found = golden_statements(plain)
-    assert [(statement.agrees, "not executed" in statement.found) for statement in found] == [(False, True)]
+    assert [(one.kind, one.agrees, "not executed" in one.found) for one in found] == [("U", False, True)]
     assert GoldenError.exit_code == 1
 
 
