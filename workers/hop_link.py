@@ -24,7 +24,7 @@ from k3ray.workers.shard_link import ShardGone
 from k3ray.workers.stage_sign import UnreachedShard
 
 CONNECT_S = 5.0  # for one attempt
-PATIENCE_S = 60.0  # for all attempts to reach a shard that lives
+PATIENCE_S = 60.0  # for all attempts to reach a shard that lives, and that was never reached
 MAX_BREAKS = 5  # connections that may break under one request
 LONGEST_PAUSE_S = 1.0
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # TCP has waited SILENCE_S for a sign of life
@@ -184,13 +184,16 @@ class HopLink:
         ticket.reply, self._pending = reply, None
 
     def _connect(self, ticket: HopTicket) -> None:
-        """Connect, trying as long as the shard's process lives and patience lasts."""
+        """Connect, trying as long as the shard's process lives; where it was never reached, as long as patience lasts.
+
+        One that was reached before is cut off: the driver, which hears of it (unreached), replaces it or ends the run.
+        """
         deadline, pause_s = time.monotonic() + self._patience_s, 0.02
         if self._silent_since is None:
             self._silent_since, self._refused = time.monotonic(), ""
         while (refused := self._attempt()) is not None:
             self._refused = refused
-            if time.monotonic() > deadline:
+            if not self._was_reached and time.monotonic() > deadline:
                 raise ShardUnreachable(
                     f"an expert shard's process lives, but {refused} for {self._patience_s:.0f} s: does a firewall "
                     "between the hosts close that port? See docs/cluster.md, ports"

@@ -169,3 +169,13 @@ def test_a_node_that_does_not_have_the_layers_says_so() -> None:
     assert isinstance(caught.value, ActorLost)
     with pytest.raises(NoRoom, match="no node is left"):
         relocate([stage(1, 3, 6)], [], model().costs)
+
+
+def test_a_room_that_a_later_part_needs_is_left_to_it() -> None:
+    """Two nodes with the same room are not alike where one of them is barred to a part."""
+    first, second = stage(1, 1, 5), replace(stage(2, 5, 8), barred=frozenset("y"))
+    rooms = [room(name, least(first, room(name, 0))) for name in "xy"]
+    homes = {actor.number: move.node_id for actor, move in relocate([first, second], rooms, model().costs).items()}
+    assert homes == {1: "y", 2: "x"}
+    with pytest.raises(NoRoom, match=r"stage 2, layers 5\.\.7: y does not reach those that it works with"):
+        relocate([second], rooms[1:], model().costs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -100,6 +101,26 @@ def test_a_shard_that_lives_and_cannot_be_reached_is_told_with_its_port(doors: C
     link = link_to(address, patience_s=0.1)
     with pytest.raises(ShardUnreachable, match=rf"{TCP} port {address.port} has not let us in.*firewall"):
         ask(link, b"x")
+
+
+def test_who_was_reached_once_is_tried_for_as_long_as_it_takes(doors: Callable[..., HopDoor]) -> None:
+    """Its replacement may take longer than any patience to load; meanwhile the link says what it meets."""
+    door = doors()
+    closed = address_of(doors(), TCP)
+    link = HopLink(lambda given_up: found[0], patience_s=0.05)
+    found = [door.at(TCP)]
+    assert ask(link, b"1") == b"answer to 1" and link.unreached(4) is None
+    found[0] = replace(closed, port=1)
+    for one in list(door._friends):
+        wake(one)
+    answer: Future[bytes] = Future()
+    threading.Thread(target=lambda: answer.set_result(ask(link, b"2")), daemon=True).start()
+    while (unreached := link.unreached(4)) is None or unreached.seconds < 0.3:
+        assert not wait([answer], 0.01).done
+    assert unreached.shard == 4 and unreached.before and f"{TCP} port 1 has not let us in" in unreached.refused
+    found[0] = door.at(TCP)
+    assert answer.result(10) == b"answer to 2" and link.unreached(4) is None
+    link.close()
 
 
 def test_a_message_that_nobody_takes_is_a_failure_of_the_step(
