@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, pairwise
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from k3ray.cluster.budget import MemoryFailure, plan_budget, smallest_plan
 from k3ray.cluster.budget_plan import HostRun
 from k3ray.cluster.cluster_file import described_node, described_speeds
-from k3ray.cluster.expert_shares import share_experts, share_whole
+from k3ray.cluster.expert_shares import share_experts
 from k3ray.cluster.layer_cuts import SeatDivider, SeatUse, cut_layers
 from k3ray.cluster.machine import MemoryLimits
 from k3ray.cluster.placement import Placement, place
@@ -24,7 +23,6 @@ from k3ray.cluster.plan_check import find_problems
 from k3ray.cluster.prediction import DISK, KERNELS
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure, make_seats
-from k3ray.cluster.slowest_shard import expected_longest
 from k3ray.cluster.topology import NodeFacts, NodeSpeeds
 from k3ray.cluster.trunk_dial import trunk_dial
 from k3ray.cluster.wishes import Wishes
@@ -270,33 +268,6 @@ def test_wishes_that_cannot_be_met(wishes: ClusterWishes, said: str) -> None:
     assert said in str(failure.value) and failure.value.exit_code == 2
     with pytest.raises(PlacementFailure, match="no node can take part"):
         place(SMALL, LAYOUT, [], wishes)
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any), st.integers(1, 12))
-def test_the_deal_is_even_in_every_layer(weights: list[int], layers: int) -> None:
-    counts = share_whole(layers * 16, weights)
-    assert sum(counts) == layers * 16
-    owners = deal_experts(ExpertGroup(tuple(range(layers)), tuple(counts)), 16)
-    for shard, count in enumerate(counts):
-        a_layer = (owners == shard).sum(axis=1)
-        assert a_layer.sum() == count and abs(a_layer - count / layers).max() <= len(counts)
-
-
-def test_equal_shards_are_dealt_in_turn() -> None:
-    """As workers/expert_owners.shard_of does."""
-    owners = deal_experts(ExpertGroup((1, 2), (8, 8, 8, 8)), 16)
-    assert (owners == np.arange(16) % 4).all()
-    with pytest.raises(ValueError, match="16 experts dealt"):
-        deal_experts(ExpertGroup((1, 2), (8, 8)), 16)
-
-
-@pytest.mark.parametrize("parts", [((0.5, 1.0), (0.5, 1.0)), ((0.2, 3.0), (0.5, 1.0), (0.3, 0.0)), ((1.0, 2.0),)])
-def test_the_slowest_shard_against_dice(parts: tuple[tuple[float, float], ...]) -> None:
-    dice, found = random.Random(1), []
-    for _ in range(20_000):
-        drawn = dice.choices(range(len(parts)), [share for share, _ in parts], k=16)
-        found.append(max(drawn.count(one) * seconds for one, (_, seconds) in enumerate(parts)))
-    assert expected_longest(parts, 16) == pytest.approx(sum(found) / len(found), rel=0.01)
 
 
 def test_speeds_that_nobody_measured_leave_the_seconds_open() -> None:
