@@ -53,7 +53,8 @@ def parts(k3b_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SliceParts:
     config = replace(
         read_config(k3b_dir), num_hidden_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCAB, attn_res_block_size=BLOCK
     )
-    config = replace(config, mla_layers=tuple(range(LAYERS)), kda_layers=())
+    # an eps that moves every norm and mix: one that took another would not be seen with streams of size one and 1e-5
+    config = replace(config, mla_layers=tuple(range(LAYERS)), kda_layers=(), rms_norm_eps=0.3)
     generator = np.random.default_rng(5)
 
     def vector(scale: float = 1.0) -> Floats:
@@ -127,6 +128,16 @@ def test_streams_and_logits_are_the_formula_at_every_position(parts: SliceParts)
             np.testing.assert_allclose(moved.prefix[row], p, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(moved.blocks[row], np.stack(blocks), rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(logits[row], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_are_of_the_tokens_that_want_them(parts: SliceParts) -> None:
+    experts: Any = None
+    one = Slice(parts, experts, POOL)
+    one.open_sequence(0, 4)
+    wants = np.array([False, True, False, True])
+    moved = one.forward(replace(frame([0, 1, 2, 3], [3, 8, 5, 1], [0] * 4), wants_logits=wants))
+    expected = [formula(parts, token_id)[2] for token_id in (8, 1)]
+    np.testing.assert_allclose(one.logits(moved), np.stack(expected), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 6])
