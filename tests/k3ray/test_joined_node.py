@@ -55,6 +55,11 @@ def left_on(nodes: RayNodes) -> list[int]:
     return [found[address] for address in nodes.addresses]
 
 
+def all_comes_back(nodes: RayNodes) -> bool:
+    """Whether Ray soon has all memory to give again: it ends a run's job after the run's own end."""
+    return any(left_on(nodes) == [MEMORY] * len(nodes.addresses) for _ in range(5))
+
+
 def planned_bytes(placement: dict[str, Any]) -> list[int]:
     """Of each node, in the plan's words: what is there once, and its actors."""
     actors = [*placement["stages"], *placement["shards"]]
@@ -73,9 +78,10 @@ def test_two_runs_on_one_node_do_not_take_the_same_memory(nodes: RayNodes, k3b_d
     assert second.returncode and "Ray: its --memory, less what runs hold" in second.stderr, second.stderr
     assert "Traceback" not in second.stderr
     planned = json.loads((tmp_path / "run.json").read_text())["planned_memory_bytes"]
-    assert left == [MEMORY - planned] and left_on(nodes) == [MEMORY]
+    assert left == [MEMORY - planned] and all_comes_back(nodes)
 
 
+@pytest.mark.slow
 def test_what_is_once_on_every_node_is_held_there(nodes: RayNodes, k3b_dir: Path, tmp_path: Path) -> None:
     """Also by a run that is killed, which could give nothing back itself."""
     nodes.add(MEMORY)
@@ -83,4 +89,4 @@ def test_what_is_once_on_every_node_is_held_there(nodes: RayNodes, k3b_dir: Path
     with running(nodes, k3b_dir, tmp_path / "run.json", signal.SIGKILL):
         left = left_on(nodes)
     assert left == [MEMORY - planned for planned in planned_bytes(json.loads(plan.stdout)["placement"])]
-    assert left_on(nodes) == [MEMORY, MEMORY]
+    assert all_comes_back(nodes)
