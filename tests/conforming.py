@@ -19,8 +19,10 @@ from k3ray.conform_reference import Reference, default_reference, load_reference
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.synthetic_spec import SyntheticSpec
 
-# every kind of layer, a block that begins at an MLA layer, widths that are no multiple of 16
-ALL_KINDS = SyntheticSpec(num_hidden_layers=4, mla_layers=(2, 3), hidden_size=56, q_lora_rank=24, kv_lora_rank=20)
+# every kind of layer, a block that begins at an MLA layer, widths that are no multiple of 16, an eps that shows
+ALL_KINDS = SyntheticSpec(
+    num_hidden_layers=4, mla_layers=(2, 3), hidden_size=56, q_lora_rank=24, kv_lora_rank=20, rms_norm_eps=0.01
+)
 KDA_DENSE, KDA_MOE, MLA_MOE, LAST = range(4)
 TOKENS = 9
 
