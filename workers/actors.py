@@ -142,7 +142,10 @@ class LayerStageActor:
         return HopLink(ShardDoor(handle, ASIDE), self._hops)
 
     def open_sequence(self, session: int, capacity: int) -> None:
-        """See LayerStage.open_sequence."""
+        """See LayerStage.open_sequence. Shards are connected to now: one that is not reached later was cut off."""
+        for link in [one.link for one in self._links]:
+            if isinstance(link, HopLink):
+                link.reach()
         _loaded(self._stage).open_sequence(session, capacity)
 
     def close_sequence(self, session: int) -> None:

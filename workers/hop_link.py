@@ -91,6 +91,12 @@ class HopLink:
         self._closed = threading.Event()
         self._using = threading.Lock()
 
+    def reach(self) -> None:
+        """Connect where it is not connected, in one attempt; what it meets is said when an answer is wanted."""
+        with self._using:
+            self._reach()
+            self._close_if_asked()
+
     def submit(self, request: pa.Buffer) -> HopTicket:
         """Send a request; waits only for the answer to the one before, where nobody has collected that yet.
 
@@ -100,9 +106,7 @@ class HopLink:
         self._numbers += 1
         ticket = HopTicket(self._numbers, request, started)
         with self._using:
-            with suppress(ShardGone):
-                if self._connection is None:
-                    self._attempt()
+            self._reach()
             if self._connection is not None:
                 self._try(self._send, ticket)
             self._close_if_asked()
@@ -205,6 +209,11 @@ class HopLink:
                 f"an expert shard's process lives, but {ticket.breaks} connections to it broke under one request of "
                 f"{ticket.request.size:,} bytes: look for what cuts connections between the hosts"
             )
+
+    def _reach(self) -> None:
+        if self._connection is None:
+            with suppress(ShardGone):
+                self._attempt()
 
     def _attempt(self) -> str | None:
         """Connect once; returns what was refused. Raises ShardGone."""

@@ -103,6 +103,22 @@ def test_a_shard_that_lives_and_cannot_be_reached_is_told_with_its_port(doors: C
         ask(link, b"x")
 
 
+def test_reaching_for_a_shard_asks_it_nothing_and_says_nothing(doors: Callable[..., HopDoor]) -> None:
+    asked: list[bytes] = []
+    door = doors(lambda message: asked.append(message.to_pybytes()) or echo(message))
+    address, found = door.at(TCP), [replace(door.at(TCP), port=1)]
+    link = HopLink(lambda given_up: found[0])
+    link.reach()
+    assert link.unreached(0) is None  # nobody waits for it
+    found[0] = address
+    link.reach()
+    link.reach()
+    assert len(door._friends) + len(door._strangers) == 1 and not asked
+    assert ask(link, b"1") == b"answer to 1" and asked == [b"1"]
+    link.close()
+    link.reach()
+
+
 def test_who_was_reached_once_is_tried_for_as_long_as_it_takes(doors: Callable[..., HopDoor]) -> None:
     """Its replacement may take longer than any patience to load; meanwhile the link says what it meets."""
     door = doors()
