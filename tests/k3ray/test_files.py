@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from k3ray.files import OutputFailure, check_writable, write_file
+from k3ray.files import OutputFailure, check_writable, make_folder, write_file
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +32,19 @@ def test_write_replaces_with_the_usual_permissions(tmp_path: Path) -> None:
     plain.write_bytes(b"")
     assert path.read_bytes() == b"two"
     assert path.stat().st_mode == plain.stat().st_mode
+
+
+def test_folders_that_cannot_be_made_or_take_no_files(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for folder, message in (
+        (tmp_path / "file", r"DIR \S*/file: this is no folder"),
+        (tmp_path / "none" / "folder", r"DIR \S*/none/folder: No such file or directory; name a folder"),
+        (Path("/proc"), r"DIR.*: .* in /proc; name another place"),
+    ):
+        with pytest.raises(OutputFailure, match=message):
+            make_folder(folder, "DIR")
+    make_folder(tmp_path / "new", "DIR")
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_a_published_size_list_that_is_none(tmp_path: Path) -> None:
     write_index(tmp_path, {"a.1.b": "x.safetensors"})
     (tmp_path / "shard_sizes.txt").write_text("x.safetensors 12\n")
     assert open_names(tmp_path).shards[0].file_bytes == 12
-    (tmp_path / "shard_sizes.txt").write_text("x.safetensors 12\nx.safetensors twelve\n")
-    with pytest.raises(CheckpointError, match="line 2"):
-        open_names(tmp_path)
+    for line in (b"y.safetensors twelve", b"x.safetensors 13", b"y 1 2", b"\xff 12", b"y " + b"9" * 5000, b""):
+        (tmp_path / "shard_sizes.txt").write_bytes(b"x.safetensors 12\n" + line + b"\n")
+        with pytest.raises(CheckpointError, match="line 2"):
+            open_names(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from k3ray.workers.failure import Failure
 
 SUFFIX = ".safetensors"
 PUBLISHED_SIZES = "shard_sizes.txt"
+_SIZE_LINE = re.compile(rb"\s*([!-~]+)\s+([0-9]{1,18})\s*")
 
 
 class CheckpointError(Failure):
@@ -80,13 +82,21 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def published_sizes(directory: Path) -> dict[str, int]:
-    """Bytes of each shard from a `shard_sizes.txt` of lines `name bytes`; empty where there is no such file."""
+    """Bytes of each shard from a `shard_sizes.txt` of lines `name bytes`; empty where there is no such file.
+
+    Raises CheckpointError for a line that is none.
+    """
     path = directory / PUBLISHED_SIZES
+    if not path.is_file():
+        return {}
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise CheckpointError(path, f"a file that cannot be read ({error.strerror})", "sizes of shards") from error
     sizes = {}
-    if path.is_file():
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            words = line.split()
-            if len(words) != 2 or not words[1].isascii() or not words[1].isdigit():
-                raise CheckpointError(path, f"line {number}: {line[:80]!r}", "a shard's name and its bytes")
-            sizes[words[0]] = int(words[1])
+    for number, line in enumerate(lines, 1):
+        match = _SIZE_LINE.fullmatch(line)
+        if match is None or (name := match[1].decode("ascii")) in sizes:
+            raise CheckpointError(path, f"line {number}: {line[:80]!r}", "a shard's name, once, and its bytes")
+        sizes[name] = int(match[2])
     return sizes
