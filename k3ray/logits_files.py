@@ -110,8 +110,6 @@ def _only_numbers(value: Any) -> bool:
 
 
 def _floats(name: str, values: npt.NDArray[Any]) -> Floats:
-    if (
-        values.dtype.kind != "f" or values.dtype.itemsize > 8
-    ):  # wider than double would be rounded before it is compared
+    if values.dtype.kind != "f" or values.dtype.itemsize > 8:  # all is compared in double
         raise LogitsFileFailure(f"{name}: found {values.dtype}, expected logits in float16, float32 or float64")
     return values
