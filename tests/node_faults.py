@@ -111,6 +111,19 @@ def node_cases(stage: int, name: str, other: str) -> dict[str, list[Strike]]:
     return {**found, **twice}
 
 
+def link_cases(stage: int, name: str, other: str) -> dict[str, list[Strike]]:
+    """The moments at which the link between two hosts is cut, `name` having the stage and a shard.
+
+    "for ten seconds": it is mended. "and again": the other host dies a little later.
+    """
+    at, fifth = f"stage {stage}", MOMENTS["fifth decode"]
+    found = {moment: [Strike((at, "apply", nth), cut_link(name, other))] for moment, nth in MOMENTS.items()}
+    found["snapshot"] = [Strike((at, "snapshot", 1), cut_link(name, other))]
+    twice = {f"{moment}, and again": [*strikes, _later(strikes[-1], other)] for moment, strikes in found.items()}
+    del twice["last decode, and again"]  # no later step comes
+    return {**found, **twice, "for ten seconds": [Strike((at, "apply", fifth), cut_link(name, other, 10.0))]}
+
+
 def _later(strike: Strike, other: str) -> Strike:
     actor, method, nth = strike.moment
     return Strike((actor, "apply", (nth if method == "apply" else 5) + 2), kill_host(other))

@@ -67,8 +67,9 @@ def test_shards_that_stages_do_not_reach_go_where_all_reach_them(k3b_dir: Path, 
     (actors, _, chain, _), wires = wired(k3b_dir)
     actors.moments["stage 1", "apply", nth] = lambda: cut_between(wires, "b", "c")
     assert hash_on(Driver(chain, CHUNK)) == expected
+    assert [recovery.lost for recovery in chain.recoveries] == [("shard 1", "shard 2")]
     (recovery,) = chain.recoveries
-    assert recovery.lost == ("shard 1", "shard 2") and recovery.places == ("shard 1: b -> a", "shard 2: c -> a")
+    assert recovery.places == ("shard 1: b -> a", "shard 2: c -> a")
     assert recovery.layer_steps == 0 and not repeated(actors)
     (cut,) = recovery.cuts
     assert cut.startswith("the link between b and c is cut: stage ") and cut in recovery.describe()
@@ -86,6 +87,19 @@ def test_a_frame_that_does_not_get_through_goes_through_the_driver_from_then_on(
     assert set(repeated(actors)) == {2} and stage.restored == 3
     assert stage.layer_steps == repeated(actors)[2] * len(actors.layers_of(2))
     assert chain._log.point(2).place > stage.step  # snapshots go on, behind steps that are sent later
+
+
+def test_snapshots_stand_behind_the_steps_that_reach_a_stage_late(k3b_dir: Path, expected: str) -> None:
+    (actors, _, chain, homes), wires = wired(k3b_dir, replace(SETTINGS, snapshot_every=1))
+    actors.large_frames = True
+    cut_between(wires, "b", "c")
+    homes.note_cut(CutLink(STAGES[1], STAGES[2], "known"))
+    homes.find_beyond_cuts = lambda decided: {}
+    actors.is_cut = lambda one, other: wires._is_cut(one, other) and other.kind == "stage"  # the shards are reached
+    actors.moments["stage 1", "apply", PREFILL + GEN - 1] = lambda: actors.processes[STAGES[2]].kill()
+    assert hash_on(Driver(chain, CHUNK)) == expected
+    (recovery,) = chain.recoveries
+    assert recovery.restored == 3 and recovery.layer_steps <= 3 * len(actors.layers_of(2))
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import pyarrow as pa
@@ -129,13 +129,14 @@ def test_who_was_reached_once_is_tried_for_as_long_as_it_takes(doors: Callable[.
     found[0] = replace(closed, port=1)
     for one in list(door._friends):
         wake(one)
-    answer: Future[bytes] = Future()
-    threading.Thread(target=lambda: answer.set_result(ask(link, b"2")), daemon=True).start()
+    asking = ThreadPoolExecutor(1)
+    answer = asking.submit(ask, link, b"2")
     while (unreached := link.unreached(4)) is None or unreached.seconds < 0.3:
         assert not wait([answer], 0.01).done
     assert unreached.shard == 4 and unreached.before and f"{TCP} port 1 has not let us in" in unreached.refused
     found[0] = door.at(TCP)
     assert answer.result(10) == b"answer to 2" and link.unreached(4) is None
+    asking.shutdown()
     link.close()
 
 
