@@ -33,12 +33,15 @@ def survey(
     """The facts of all living nodes, the driver's first, the others by name. only: ids of those that are asked.
 
     A node that cannot run the question (no k3ray, another Python) or does not answer in time has only a problem, and so
-    has one that the roots file names and the cluster does not have. say: hears who is waited for.
+    has one that the roots file names and the cluster does not have. say: hears who is waited for. Raises NamedTwice.
     """
     own = ray.get_runtime_context().get_node_id()
     nodes = sorted(
         (node for node in ray.nodes() if node["Alive"]), key=lambda node: (node["NodeID"] != own, _key(node))
     )
+    if only is None:
+        for node in nodes:
+            roots.refuse_twice(*_key(node))
     shown = names_of([_key(node) for node in nodes])
     inquiries = [
         _inquiry(node, name, roots, own, threads, measure)

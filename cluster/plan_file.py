@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ class _Document:
     version: int
     model: str  # digest of the config's fields
     placement: Placement
+
+
+def _unknown_fields(found: Any, known: Any, where: str = "") -> Iterator[str]:
+    """The fields of a document that reading it has left out, as paths."""
+    if isinstance(found, dict) and isinstance(known, dict):
+        for name, value in found.items():
+            if name not in known:
+                yield f"{where}.{name}".removeprefix(".")
+            else:
+                yield from _unknown_fields(value, known[name], f"{where}.{name}")
+    elif isinstance(found, list) and isinstance(known, list):
+        for place, (one, other) in enumerate(zip(found, known, strict=True)):
+            yield from _unknown_fields(one, other, f"{where}[{place}]")
 
 
 def config_digest(config: ModelConfig) -> str:
@@ -75,8 +89,9 @@ def read_plan(path: Path, config: ModelConfig) -> Placement:
         document = msgspec.convert(raw, type=_Document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PlanFileFailure(path, f"no plan ({error})", "every field, each of its type") from None
-    if msgspec.json.decode(msgspec.json.encode(asdict(document))) != raw:
-        raise PlanFileFailure(path, "a field that is not known", "the fields that this version writes")
+    unknown = next(_unknown_fields(raw, msgspec.json.decode(msgspec.json.encode(asdict(document)))), None)
+    if unknown is not None:
+        raise PlanFileFailure(path, f"the field {unknown}, which is not known", "the fields that this version writes")
     if document.model != config_digest(config):
         raise PlanFileFailure(path, "the plan of another model", "a plan that was made for this one")
     problem = next(find_problems(document.placement, config), None)

@@ -13,8 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3ray.cluster.strict_toml import TomlFailure, read_toml
+from k3ray.workers.failure import Failure
 
 EVERY_OTHER = "*"
+
+
+class NamedTwice(Failure):
+    """A roots file that names one node by its host name and by its address."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,14 @@ class RootsMap:
         """The folders of a node."""
         named = dict(self.nodes)
         return named.get(name) or named.get(address) or self.others
+
+    def refuse_twice(self, name: str, address: str) -> None:
+        """Refuse a file with two tables for one node, of which one would be left unread; raises NamedTwice."""
+        if name != address and {name, address} <= {named for named, _ in self.nodes}:
+            raise NamedTwice(
+                f'the --roots file: found [node.{name}] and [node."{address}"], which are the same node; expected one '
+                "table for it: put all its folders there"
+            )
 
     def unknown(self, names: set[str]) -> list[str]:
         """Which names of the file no node has: a mistake in writing would leave a node out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
@@ -47,6 +48,7 @@ INTERRUPTED = 130
 
 def main() -> NoReturn:
     """Run the command line; a failure that the user can act on is one message, never a traceback."""
+    _open_closed_streams()
     try:
         code = app(standalone_mode=False)
     except Failure as failure:
@@ -67,6 +69,19 @@ def main() -> NoReturn:
     if code == INTERRUPTED:
         _tell("interrupted; nothing is left running")
     sys.exit(code or 0)
+
+
+def _open_closed_streams() -> None:
+    """Let what goes to a stream that was closed (2>&-) go nowhere: the next file to be opened would have its number,
+    and Ray asks for a standard error.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _tell(message: str) -> None:

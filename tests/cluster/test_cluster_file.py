@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from k3ray.cluster.cluster_file import NETWORK_GB_S, described_node, described_speeds, read_cluster
 from k3ray.cluster.placement import Placement, place
 from k3ray.cluster.plan_file import PlanFileFailure, read_plan, write_plan
-from k3ray.cluster.roots_file import Roots, read_roots
+from k3ray.cluster.roots_file import NamedTwice, Roots, read_roots
 from k3ray.cluster.seats import ClusterWishes
 from k3ray.cluster.strict_toml import TomlFailure
 from k3ray.workers.model.config import read_config
@@ -100,6 +100,16 @@ def test_roots_by_name_address_and_for_all_others(tmp_path: Path) -> None:
     assert star.of("c", "") == Roots((), ("/t",)) and star.unknown(set()) == []
 
 
+def test_roots_that_name_one_node_twice(tmp_path: Path) -> None:
+    """By its name and by its address: one of the two tables would be left unread without a word."""
+    roots = read_roots(write(tmp_path, '[node.a]\nmodels = ["/m"]\n[node."10.0.0.1"]\nmodels = ["/n"]\n'), Roots())
+    with pytest.raises(NamedTwice, match=r'\[node.a\] and \[node."10.0.0.1"\], which are the same node') as refused:
+        roots.refuse_twice("a", "10.0.0.1")
+    assert refused.value.exit_code == 2
+    for other in (("a", "10.0.0.2"), ("b", "10.0.0.1"), ("a", "a")):
+        roots.refuse_twice(*other)
+
+
 @pytest.mark.parametrize(
     ("text", "field", "said"),
     [
@@ -159,8 +169,11 @@ def changed(tmp_path: Path, placement: Placement, *steps: Any) -> Path:
     [
         (("version", 2), "another kind of file or version"),
         (("format", "k3ray"), "another kind of file or version"),
-        (("extra", 1), "a field that is not known"),
-        (("placement", "stages", 0, "budget", "extra", 1), "a field that is not known"),
+        (("extra", 1), "the field extra, which is not known"),
+        (
+            ("placement", "stages", 0, "budget", "extra", 1),
+            "the field placement.stages[0].budget.extra, which is not known",
+        ),
         (("placement", "stages", 0, "threads", "2"), "no plan"),
         (("placement", "stages", 0, "threads", 0), "numbers of the actor"),
         (("placement", "stages", 0, "node", 7), "numbers of the actor"),
