@@ -159,16 +159,6 @@ def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
     return types.float64(types.float64, types.float64, types.float64), emit
 
 
-@intrinsic
-def rint(typingctx: Any, x: Any) -> Any:
-    """x in double rounded to the nearest integer, ties to even."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        return builder.call(llvm_function(builder, "llvm.rint.f64", F64, [F64]), arguments)
-
-    return types.float64(types.float64), emit
-
-
 @inlined
 def aligned_doubles(count: int) -> Any:
     """Scratch for `count` doubles that starts on a cache line, so that no vector in it straddles two."""

@@ -19,8 +19,6 @@ from k3ray.cluster.ray_driver import RayFailure  # noqa: E402
 from k3ray.cluster.ray_runtime import RayRuntime, RaySettings, ray_runtime  # noqa: E402
 from tests.ray_places import LIMIT_S, Place, driver  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[RayRuntime]:
