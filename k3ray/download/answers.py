@@ -15,6 +15,7 @@ from k3ray.workers.failure import Failure
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 _AGAIN = (408, 425, 429)
+_NOTED = ", as the folder's record.json has it from the hub where the download began"
 
 
 class Transient(Exception):
@@ -59,10 +60,10 @@ def check_linked(wanted: WantedBytes, headers: Mapping[str, str]) -> None:
         raise Transient(f"it answered for commit {commit[:40]}, expected {wanted.commit}")
     linked_size = headers.get("x-linked-size")
     if linked_size and linked_size != str(wanted.size):
-        raise Transient(f"it offers a file of {linked_size[:20]} bytes, expected {wanted.size}")
+        raise Transient(f"it offers a file of {linked_size[:20]} bytes, expected {wanted.size}{_NOTED}")
     linked = Checksum.from_text(headers.get("x-linked-etag", ""))
     if linked is not None and linked.kind == wanted.checksum.kind and linked != wanted.checksum:
-        raise Transient(f"it offers another content ({linked}), expected {wanted.checksum}")
+        raise Transient(f"it offers another content ({linked}), expected {wanted.checksum}{_NOTED}")
 
 
 def check_status(wanted: WantedBytes, status: int, headers: Mapping[str, str], host: str, at_hub: bool) -> None:
