@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -19,16 +19,26 @@ class OutputFailure(Failure):
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse, before any work, a path that a file cannot be written to."""
+    """Refuse, before any work, a path that a file cannot be written to: renaming over a device would remove it."""
+    path = _followed(path)
     if path.is_dir():
         raise OutputFailure(f"{option} {path}: this is a folder; name a file")
+    if path.exists() and not path.is_file():
+        raise OutputFailure(f"{option} {path}: this is a device or a pipe, which a file cannot replace; name a file")
     if not path.parent.is_dir():
         raise OutputFailure(f"{option} {path}: the folder {path.parent} does not exist; make it first")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise OutputFailure(f"{option} {path}: {error.strerror} in {path.parent}; name another place") from None
+    _check_takes_files(path.parent, f"{option} {path}")
+
+
+def check_distinct(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
+    """Refuse two outputs, or an output and an input, that are one file: the later would take the earlier's place."""
+    places: dict[Path, str] = {path.resolve(): option for option, path in inputs.items() if path is not None}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        other = places.setdefault(path.resolve(), option)
+        if other != option:
+            raise OutputFailure(f"{option} {path}: this is also {other}; name another file")
 
 
 def make_folder(path: Path, option: str) -> None:
@@ -39,7 +49,15 @@ def make_folder(path: Path, option: str) -> None:
         raise OutputFailure(f"{option} {path}: this is no folder; name one, or one that can be made") from None
     except OSError as error:
         raise OutputFailure(f"{option} {path}: {error.strerror}; name a folder that can be made") from None
-    check_writable(path / "new file", option)
+    _check_takes_files(path, option)
+
+
+def _check_takes_files(folder: Path, named: str) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputFailure(f"{named}: {error.strerror} in {folder}; name another place") from None
 
 
 def write_file(path: Path, contents: bytes) -> None:
@@ -50,7 +68,13 @@ def write_file(path: Path, contents: bytes) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write beside the path; at the end it is flushed to the disk and renamed over it, or removed."""
+    """Give a file to write beside the path; at the end it is flushed to the disk and renamed over it, or removed.
+
+    A link stays, and what it points to is written. OutputFailure where the path is no place for a file.
+    """
+    path = _followed(path)
+    if path.exists() and not path.is_file():
+        raise OutputFailure(f"{path}: this is no file, and is not replaced by one; name another place")
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -63,6 +87,11 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         Path(beside).unlink(missing_ok=True)
         raise
+
+
+def _followed(path: Path) -> Path:
+    """Where a link leads; any other path as it is."""
+    return path.resolve() if path.is_symlink() else path
 
 
 def _flush_folder(folder: Path) -> None:

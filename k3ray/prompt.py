@@ -11,6 +11,7 @@ from k3ray.whole_number import whole_number
 from k3ray.workers.failure import Failure
 
 MAX_PROMPT = 32_768
+MAX_PROMPT_BYTES = 16 << 20  # tokens are a few bytes long, the longest hundreds
 MAX_GEN = 4_096
 _IDS = re.compile(r"[0-9]{1,20}")
 
@@ -32,11 +33,18 @@ def parse_ids(text: str) -> list[int]:
 
 
 def read_prompt_file(path: Path) -> bytes:
-    """Return the file's bytes as they are."""
+    """Return the file's bytes as they are; PromptFailure when it cannot be read or is longer than any prompt."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            contents = file.read(MAX_PROMPT_BYTES + 1)
     except OSError as error:
         raise PromptFailure(f"--prompt-file {path}: {error.strerror}; name a file that can be read") from None
+    if len(contents) > MAX_PROMPT_BYTES:
+        raise PromptFailure(
+            f"--prompt-file {path}: found more than {MAX_PROMPT_BYTES} bytes, expected at most {MAX_PROMPT} tokens of "
+            "text; shorten it"
+        )
+    return contents
 
 
 def choose_prompt(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import typer
 from k3ray.api import Model, Token, open_model
 from k3ray.cluster.wishes import merge_wishes
 from k3ray.cluster_report import report_lines
-from k3ray.commands.terminal import say
-from k3ray.files import check_writable, make_folder, write_file
+from k3ray.commands.terminal import StandardOutputLost, print_now, say
+from k3ray.files import check_distinct, check_writable, make_folder, write_file
 from k3ray.prompt import check_gen, parse_ids
 from k3ray.report import Generation
 from k3ray.state_file import open_state
@@ -81,12 +82,13 @@ def run(request: GenerateRequest) -> None:
                 _write_trace(request.dump_cache_trace, model.recorded_routing())
     except (Failure, KeyboardInterrupt):
         if model.partial is not None:  # what came before is sound: keep it
-            print(flush=True)
+            print_now("\n")
             _write(request, model.partial, model.saved)
         elif model.saved:
             say(model.saved)
         raise
-    print(flush=True)
+    with suppress(StandardOutputLost):  # of an end of a line only: what follows is still to be written
+        print_now("\n")
     _write(request, generation, model.saved)
     if generation.damaged_experts:
         experts = ", ".join(f"layer {layer} expert {expert}" for layer, expert in generation.damaged_experts)
@@ -101,6 +103,9 @@ def _check_outputs(request: GenerateRequest) -> None:
     for option, path in outputs.items():
         if path is not None:
             check_writable(path, option)
+    check_distinct(outputs, {"--prompt-file": request.prompt_file, "--config": request.config})
+    reports = {**outputs, "--save-state": None}  # a state may be saved in the place of the one that was loaded
+    check_distinct(reports, {"--load-state": request.load_state})
     if request.dump_cache_trace is not None:
         make_folder(request.dump_cache_trace, "--dump-cache-trace")
 
@@ -127,11 +132,11 @@ def _open(request: GenerateRequest) -> Model:
 
 
 def _show_text(token: Token) -> None:
-    print(token.text, end="", flush=True)
+    print_now(token.text)
 
 
 def _show_id(token: Token) -> None:
-    print(token.token_id, end=" ", flush=True)
+    print_now(f"{token.token_id} ")
 
 
 def _write_trace(folder: Path, requests: list[ExpertRequest]) -> None:

@@ -5,12 +5,15 @@ On a terminal long work shows a bar; elsewhere it prints a line now and then.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from k3ray.amounts import decimal_size, duration
+from k3ray.workers.failure import Failure
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -18,6 +21,23 @@ SECONDS_BETWEEN_LINES = 10.0
 def say(line: str) -> None:
     """Print one line about the run."""
     print(line, file=sys.stderr, flush=True)
+
+
+class StandardOutputLost(Failure):
+    """What was generated cannot be shown any more: a pipe that was closed, a disk that is full."""
+
+
+def print_now(text: str) -> None:
+    """Print a part of the answer; StandardOutputLost the first time that it cannot be, afterwards it goes nowhere."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        with suppress(OSError, ValueError):  # nothing buffered may complain again when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise StandardOutputLost(
+            f"standard output: {error.strerror}; the run was ended, and what was generated until then is kept where "
+            "--out or --save-state was given"
+        ) from None
 
 
 def start_bar() -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from k3ray.files import OutputFailure, check_writable, make_folder, write_file
+from k3ray.files import OutputFailure, check_distinct, check_writable, make_folder, write_file
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +56,39 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         check_writable(Path("/proc/run.json"), "--out")
     check_writable(tmp_path / "run.json", "--out")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    """Whoever may write to a folder of devices would otherwise lose /dev/null to a report."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/null")):
+        with pytest.raises(OutputFailure, match=rf"--out {path}: this is a device or a pipe"):
+            check_writable(path, "--out")
+    with pytest.raises(OutputFailure, match="is not replaced by one"):
+        write_file(pipe, b"new")
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    link, lost = tmp_path / "run.json", tmp_path / "lost.json"
+    link.symlink_to(tmp_path / "far" / "run.json")
+    lost.symlink_to(tmp_path / "none" / "run.json")
+    check_writable(link, "--out")
+    write_file(link, b"new")
+    assert link.is_symlink() and (tmp_path / "far" / "run.json").read_bytes() == b"new"
+    with pytest.raises(OutputFailure, match="does not exist; make it first"):
+        check_writable(lost, "--out")
+
+
+def test_one_file_has_one_use(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    alias = tmp_path / "alias"
+    alias.symlink_to(one)
+    check_distinct({"--out": one, "--log": other, "--dump": None}, {"--ids-file": None})
+    for same in (one, alias, tmp_path / "x" / ".." / "one"):
+        with pytest.raises(OutputFailure, match=r"--log .*: this is also --out; name another file"):
+            check_distinct({"--out": one, "--log": same}, {})
+        with pytest.raises(OutputFailure, match=r"--out .*: this is also --prompt-file"):
+            check_distinct({"--out": same}, {"--prompt-file": one})

@@ -69,6 +69,11 @@ def test_files_are_read_as_bytes(tmp_path: Path) -> None:
         read_prompt_file(tmp_path)
 
 
+def test_a_file_without_an_end_is_not_read_for_ever() -> None:
+    with pytest.raises(PromptFailure, match=r"--prompt-file /dev/zero: found more than \d+ bytes, expected at most"):
+        read_prompt_file(Path("/dev/zero"))
+
+
 def test_text_without_a_vocabulary_names_ids() -> None:
     with pytest.raises(PromptFailure, match="--ids"):
         require_tokenizer(None)

@@ -56,6 +56,8 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     ([*FIRST, "--expert-shards", "-1"], "--expert-shards: found -1"),
     ([*FIRST, "--threads", "0"], "--threads: found 0"),
     ([*FIRST, "--out", "/nowhere/run.json"], "--out /nowhere/run.json: the folder /nowhere does not exist"),
+    ([*FIRST, "--out", "/dev/null"], "--out /dev/null: this is a device or a pipe"),
+    ([*FIRST, "--out", "/tmp/k3ray-one", "--dump-logits", "/tmp/k3ray-one"], "this is also --out; name another file"),
     ([*FIRST, "--dump-logits", "/proc"], "--dump-logits /proc: this is a folder"),
     ([*FIRST, "--tok", "/nowhere"], "--tok /nowhere"),
     ([*FIRST, "--save-state", "/nowhere/state"], "--save-state /nowhere/state: the folder /nowhere does not exist"),
