@@ -10,7 +10,7 @@ import typer
 WISHES = "k3ray.wishes"
 
 
-def whole_number(text: str) -> int:
+def _number(text: str) -> int:
     """Return the whole number that an option was given."""
     try:
         return int(text)
@@ -20,7 +20,7 @@ def whole_number(text: str) -> int:
 
 def number_option(text: str, metavar: str = "N") -> Any:
     """Return an option that takes a whole number; text: its help."""
-    return typer.Option(parser=whole_number, metavar=metavar, help=text)
+    return typer.Option(parser=_number, metavar=metavar, help=text)
 
 
 def note_wish(context: typer.Context, option: typer.CallbackParam, value: str | None) -> str | None:
