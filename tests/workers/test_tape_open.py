@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,12 +26,6 @@ from k3ray.workers.tape.order import full_name
 from k3ray.workers.tape.tape import open_tape
 from k3ray.workers.tape.verify import verify
 from tests.tapes import ODD_WIDTHS, Model, opened_model, synthetic_model
-
-
-@pytest.fixture(scope="module")
-def model(k3b_dir: Path) -> Iterator[Model]:
-    with opened_model(k3b_dir) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
