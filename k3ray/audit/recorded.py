@@ -44,7 +44,7 @@ RECORDED = (
     Recorded("the repository", "bytes of the shard files", RELEASE, "1,560,936,091,448", "bytes", "96 shards"),
     Recorded("the repository", "bytes of tensors", RELEASE, "1,560,860,324,864", "bytes", "total_size of its index"),
     Recorded("the repository", "tensor entries", RELEASE, "497,220", "tensors", "118 files in the repository"),
-    Recorded("the model's documentation", "vision tensors", RELEASE, "165", "tensors", "MoonViT-V2, 27 layers"),
+    Recorded("the repository", "vision tensors", RELEASE, "165", "tensors", "MoonViT-V2, 27 layers"),
     Recorded(f"{_C} v0.1", "time per token with 8.24 GB", _NVME32, "32.69", "s/token", _NOISE),
     Recorded(f"{_C} v0.1", "time per token with 127.92 GB", _NVME32, "10.69", "s/token", _NOISE),
     Recorded(_C1, "time per token with 8 GB", _NVME46, "26.5", "s/token", _NOISE),

@@ -58,7 +58,7 @@ function statementBoundaryRow(statement) {
     statement.by === OURS ? "k3ray" : "others",
     statement.subject,
     statement.source || NOT_KNOWN,
-    [finding(found), statement.expected && element("p", { class: "note" }, `expected ${statement.expected}`)],
+    [finding(found), statement.expected && element("p", { class: "note" }, "expected ", element("span", { class: statement.expected.length <= 20 ? "nowrap" : null }, statement.expected))],
     notes.join("; "),
     { ...evidence(statement.kind, statement.by, statement.agrees), "data-id": statement.id },
     [badge(statement.kind), " ", owner(statement.by), " ", verdict(statement.agrees)],
