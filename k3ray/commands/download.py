@@ -58,7 +58,7 @@ def run(
         print(json.dumps({**asdict(summary), "verified": verdict.passed}, indent=1))
     if not verdict.passed:
         conclude(verdict, directory)
-    say(_next_step(summary, directory, tokenizer_only))
+    say(_next_step(directory, tokenizer_only, verdict.partial is not None))
 
 
 def _normal(revision: str | None) -> str | None:
@@ -101,11 +101,11 @@ def spans(numbers: list[int]) -> str:
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts) or "none"
 
 
-def _next_step(summary: Summary, directory: Path, tokenizer_only: bool) -> str:
+def _next_step(directory: Path, tokenizer_only: bool, partial: bool) -> str:
     if tokenizer_only:
         return (
             f"done: the tokenizer is in {directory}; next: k3ray generate MODEL_DIR --tok {directory} --prompt 'Hello'"
         )
-    if summary.layers is not None:
+    if partial:
         return f"done: part of the model is in {directory}; next: k3ray download {directory} for the rest"
     return f"done: all of it is in {directory}, each file's checksum compared; next: k3ray doctor {directory}"

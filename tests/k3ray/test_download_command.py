@@ -168,6 +168,10 @@ def test_part_of_the_layers(hub: LocalHub, tmp_path: Path, run: Run) -> None:
     fetched = {asked.name for asked in hub.asked if asked.name.endswith(".safetensors")}
     index = json.loads(hub.files["model.safetensors.index.json"])["weight_map"]
     assert fetched == {shard for name, shard in index.items() if ".layers.8." in name}
+    assert "done: part of the model is in" in errors
+    run(tmp_path)
+    code, _, errors = run(tmp_path, "--layers", "8")
+    assert code == 0 and "done: all of it is in" in errors  # the rest is here since
 
 
 @pytest.mark.parametrize(
