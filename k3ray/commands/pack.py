@@ -13,6 +13,7 @@ from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.tensors import TensorReader
 from k3ray.workers.counted import counted
 from k3ray.workers.model.config import read_config
+from k3ray.workers.tape.damaged_scales import refuse_damaged_scales
 from k3ray.workers.tape.identity import changed_since, note_proven
 from k3ray.workers.tape.manifest import MANIFEST_NAME
 from k3ray.workers.tape.pack import pack
@@ -41,6 +42,8 @@ def run(model_dir: Path | None, out: Path, verify_bits: bool, config: Path | Non
 
 
 def _pack(binding: Binding, reader: TensorReader, out: Path) -> str:
+    with Progress("scales of experts") as progress:
+        refuse_damaged_scales(binding, reader, progress.update)
     with Progress("packing") as progress:
         summary = pack(binding, reader, out, progress=progress.update, say=say)
     speed = summary.tape_bytes / 1e9 / max(summary.seconds, 1e-9)

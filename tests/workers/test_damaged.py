@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from k3ray.commands import pack
 from k3ray.driver import Driver
 from k3ray.kernels.router import NonFiniteScore
 from k3ray.workers.checkpoint.binding import bind
@@ -19,6 +21,7 @@ from k3ray.workers.loading import CheckpointSpec, StageSpec
 from k3ray.workers.model.config import read_config
 from k3ray.workers.model.finite import NonFiniteProduct
 from k3ray.workers.model.slice import NonFiniteActivation, finite_or_named
+from k3ray.workers.tape.damaged_scales import DamagedScales
 
 LAYER = "language_model.model.layers.2."
 BF16_NAN, BF16_INFINITY = b"\xc0\x7f", b"\x80\x7f"
@@ -120,3 +123,15 @@ def test_a_nan_scale_byte_is_contained_and_named(model: Path) -> None:
     met = damaged.damaged_met()
     assert met and {layer for layer, _ in met} == {2}
     assert untouched.damaged_met() == []
+
+
+def test_a_checkpoint_with_nan_scales_is_not_packed(model: Path, tmp_path: Path) -> None:
+    for layer, expert, part in ((1, 0, "w1"), (8, 15, "w2")):  # the first of all, and one of the last layer
+        name = f"language_model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight_scale"
+        entry = open_index(model).find(name)
+        assert entry is not None
+        overwrite(model, name, b"\xff", entry.nbytes - 1)
+        with pytest.raises(DamagedScales, match=re.escape(name)) as caught:
+            pack.run(model, tmp_path / "tape", False)
+    assert caught.value.exit_code == 1 and "layers.1." in str(caught.value)
+    assert not list(tmp_path.glob("tape*"))
