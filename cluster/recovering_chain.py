@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -193,9 +194,6 @@ class RecoveringChain:
     def _gather(self) -> None:
         self._counts_due |= self._rounds.gather(self._flights.answered())
 
-    def _fed_result_of(self, stage: ActorId, ticket: Any) -> Any:
-        return self._result_of(stage, ticket, fed=True)
-
     def _ask(self, actor: ActorId, method: str, *arguments: Any) -> Any:
         """Call an actor and wait; one that is lost is replaced and asked again."""
         while True:
@@ -230,7 +228,7 @@ class RecoveringChain:
             lost = self._processes.with_mates(lost)
             named += sorted(lost)
             loads |= self._start(lost)
-            lost = self._flights.salvage(self._fed_result_of) - loads.keys()  # while the new processes load
+            lost = self._flights.salvage(partial(self._result_of, fed=True)) - loads.keys()  # while the new processes load
             if lost:
                 continue
             replays = plan_replays((stage.number for stage in loads), self._log, self._flights.answered())

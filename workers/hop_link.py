@@ -83,6 +83,7 @@ class HopLink:
         self._counts = counts or HopCounts()
         self._patience_s = patience_s
         self._connection: socket.socket | None = None
+        self._address: DoorAddress | None = None  # where it was reached last
         self._silent_since: float | None = None  # monotonic: an answer is wanted, and the shard cannot be reached
         self._was_reached = False
         self._refused = ""  # what the last attempt to reach it has met, since then
@@ -227,8 +228,9 @@ class HopLink:
         except OSError as error:
             if connection is not None:
                 shut(connection)
-            return f"{address or 'its door'} has not let us in ({error})"
-        self._connection, self._silent_since, self._was_reached = connection, None, True
+            return f"{address or self._address or 'its door'} has not let us in ({error})"
+        self._connection, self._address = connection, address
+        self._silent_since, self._was_reached = None, True
         if self._closed.is_set():  # close() may have looked just before
             raise ShardGone("the shard was replaced")
         return None

@@ -123,8 +123,14 @@ def test_who_was_reached_once_is_tried_for_as_long_as_it_takes(doors: Callable[.
     """Its replacement may take longer than any patience to load; meanwhile the link says what it meets."""
     door = doors()
     closed = address_of(doors(), TCP)
-    link = HopLink(lambda given_up: found[0], patience_s=0.05)
-    found = [door.at(TCP)]
+    found: list[DoorAddress | None] = [door.at(TCP)]
+
+    def find(given_up: Callable[[], bool]) -> DoorAddress:
+        if found[0] is None:
+            raise ConnectionError("not answered")
+        return found[0]
+
+    link = HopLink(find, patience_s=0.05)
     assert ask(link, b"1") == b"answer to 1" and link.unreached(4) is None
     found[0] = replace(closed, port=1)
     for one in list(door._friends):
@@ -134,6 +140,10 @@ def test_who_was_reached_once_is_tried_for_as_long_as_it_takes(doors: Callable[.
     while (unreached := link.unreached(4)) is None or unreached.seconds < 0.3:
         assert not wait([answer], 0.01).done
     assert unreached.shard == 4 and unreached.before and f"{TCP} port 1 has not let us in" in unreached.refused
+    found[0] = None
+    while "not answered" not in (unreached := link.unreached(4)).refused:
+        assert not wait([answer], 0.01).done
+    assert unreached.refused == f"{door.at(TCP)} has not let us in (not answered)"
     found[0] = door.at(TCP)
     assert answer.result(10) == b"answer to 2" and link.unreached(4) is None
     asking.shutdown()
