@@ -228,7 +228,8 @@ class RecoveringChain:
             lost = self._processes.with_mates(lost)
             named += sorted(lost)
             loads |= self._start(lost)
-            lost = self._flights.salvage(partial(self._result_of, fed=True)) - loads.keys()  # while the new processes load
+            answers_of = partial(self._result_of, fed=True)
+            lost = self._flights.salvage(answers_of) - loads.keys()  # while the new processes load
             if lost:
                 continue
             replays = plan_replays((stage.number for stage in loads), self._log, self._flights.answered())

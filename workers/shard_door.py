@@ -42,9 +42,7 @@ class ShardDoor:
             if given_up():
                 raise ShardGone("the shard was replaced")
             if time.monotonic() > until:
-                raise ConnectionError(
-                    f"its process has not answered for {self._answer_s:.0f} s where that is"
-                )
+                raise ConnectionError(f"its process has not answered for {self._answer_s:.0f} s where that is")
         asked, self._asked = self._asked, None
         try:
             address: DoorAddress | None = ray.get(asked)

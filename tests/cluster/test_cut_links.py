@@ -209,6 +209,7 @@ def test_a_stage_is_left_idle_when_it_has_no_work_for_as_long_as_it_is_waited_fo
 def test_the_shards_alone_move_first_and_then_one_of_the_ends() -> None:
     where = dict(zip([*STAGES, *SHARDS], "abcabc", strict=True))
     assert ways_round(where, []) == [] and ways_round(where, [frozenset("bd")]) == []
+    assert ways_round(dict(zip(STAGES, "abc", strict=True)), [frozenset("bc")]) == []  # frames go through the driver
     shards, *ends = ways_round(where, [frozenset("bc")])
     assert shards == {SHARDS[1], SHARDS[2]}
     assert ends == [{SHARDS[1], STAGES[1]}, {SHARDS[2], STAGES[2]}]
