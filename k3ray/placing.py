@@ -162,11 +162,17 @@ def place_what_fits(
             if len(nodes) == 1 or not others:
                 available = (f"{node.name} {gigabytes(node.available_bytes)} ({node.decided_by})" for node in usable)
                 raise PlacementFailure(f"{first}\navailable: {'; '.join(available)}") from None
-            nodes.remove(min(others, key=lambda node: node.available_bytes))
+            least = min(others, key=lambda node: node.available_bytes)
+            nodes = [node for node in nodes if node.driver or not _alike(node, least)]
     for node in usable:
         if node not in nodes:
             say(f"{node.name}: left out: {gigabytes(node.available_bytes)} there are too few for a part of this model")
     return placement, nodes
+
+
+def _alike(node: NodeFacts, other: NodeFacts) -> bool:
+    """Whether two nodes can have the same part of a model."""
+    return (node.available_bytes, node.layers, node.top) == (other.available_bytes, other.layers, other.top)
 
 
 def _usable(verdicts: Sequence[Verdict], say: Say) -> list[NodeFacts]:

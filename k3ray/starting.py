@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -165,13 +166,19 @@ def start_run(request: RunRequest, positions: int, running: ExitStack, say: Say)
 
 
 def kept_in_memory(request: RunRequest, positions: int) -> Iterator[str]:
-    """A line where what is kept for a recovery takes memory that no plan counts, as temporary files do on some systems.
+    """Lines where what is kept for a recovery has too little room, or takes memory that no plan counts.
 
     The state of one sequence of `positions`, twice while a new snapshot arrives, and the messages since.
     """
     config, folder = request.checkpoint.config, Path(tempfile.gettempdir())
     state = state_bytes(config, range(config.num_hidden_layers), positions)
     nbytes = request.recovery.log_bytes + (2 * state if request.recovery.snapshot_every else 0)
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        yield (
+            f"{folder} has {gigabytes(free)} free, and up to {gigabytes(nbytes)} of snapshots and messages are kept "
+            "there: what does not fit is kept in memory, or run again after a loss; name a larger folder in TMPDIR"
+        )
     if nbytes > SMALL_BYTES and is_in_memory(folder):
         yield (
             f"{folder} is in memory, and up to {gigabytes(nbytes)} of snapshots and messages that are kept there are "

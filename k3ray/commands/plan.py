@@ -11,7 +11,7 @@ from rich.table import Table
 
 from k3ray.cluster.budget_plan import EXPERTS, PINNED, gigabytes
 from k3ray.cluster.cluster_file import read_cluster
-from k3ray.cluster.placement import ActorPlacement, Placement, place
+from k3ray.cluster.placement import ActorPlacement, Placement
 from k3ray.cluster.plan_file import plan_record, write_plan
 from k3ray.cluster.prediction import Prediction
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure
@@ -24,6 +24,7 @@ from k3ray.environment import Environment, read_environment
 from k3ray.files import check_writable
 from k3ray.model_source import find_model
 from k3ray.nodes import find_nodes
+from k3ray.placing import place_what_fits
 from k3ray.workers.counted import counted
 from k3ray.workers.model.config import ModelConfig, read_config
 
@@ -51,8 +52,8 @@ def run(
     wishes = ClusterWishes(
         wishes.stages, wishes.shards, wishes.seats, asked.total_bytes, asked.preset, wishes.positions
     )
-    nodes = _nodes(environment, config, source.model_dir, cluster, roots, tape, measure)
-    placement = place(config, layout, nodes, wishes)
+    found = _nodes(environment, config, source.model_dir, cluster, roots, tape, measure)
+    placement, nodes = place_what_fits(config, layout, found, wishes, say)
     if as_json:
         print(json.dumps({**plan_record(config, placement), "summary": summary(placement.prediction)}, indent=1))
     else:

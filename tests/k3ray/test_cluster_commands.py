@@ -75,6 +75,22 @@ def test_roots_name_this_machine_or_are_refused(k3b_dir: Path, tmp_path: Path, c
         nodes.run(None, None, roots, False, as_json=True)
 
 
+def test_described_nodes_that_are_too_small_are_left_out_as_generate_does(
+    k3b_dir: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    """One of a size that the model fits into, ten that cannot have a layer: all ten in one step, each one said."""
+    shape = "cores = 4\nmemory_gb_s = 50\ndisk_gb_s = 2\n"
+    text = (
+        f'[[node]]\nname = "big"\nmemory = "2G"\n{shape}[[node]]\nname = "tiny"\ncount = 10\nmemory = "0.2G"\n{shape}'
+    )
+    planned(k3b_dir, cluster_file(tmp_path, text))
+    printed = capsys.readouterr()
+    assert [node["name"] for node in json.loads(printed.out)["placement"]["nodes"]] == ["big"]
+    assert [line.split(":")[0] for line in printed.err.splitlines() if ": left out: " in line] == [
+        f"tiny-{number}" for number in range(1, 11)
+    ]
+
+
 def test_a_plan_for_a_described_cluster(shared_data: Path, tmp_path: Path, capsys: Captured) -> None:
     """The released model on three machines that do not exist; the file holds what the table shows."""
     out = tmp_path / "plan.json"
