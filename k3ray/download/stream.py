@@ -93,9 +93,13 @@ def _request(line: Line, url: str, wanted: WantedBytes, part: PartFile, sink: Si
 
 @contextmanager
 def _telling_host(url: str, stall_s: float) -> Iterator[None]:
-    """What breaks on the way to a host becomes Transient with its name."""
+    """What breaks on the way to a host becomes Transient, and every Transient has the host's name."""
     try:
         yield
+    except Transient as error:
+        if not str(error).startswith(_host(url)):
+            error.args = (f"{_host(url)}: {error}",)
+        raise
     except httpx.TimeoutException:
         raise Transient(f"{_host(url)}: no byte for {stall_s:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # the last: a host that is no name

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from huggingface_hub import constants
@@ -149,6 +150,14 @@ def test_the_host_that_fails_is_the_one_that_is_named(hub: LocalHub, tmp_path: P
     hub.faults = lambda asked: Fault("status", status=302, headers=headers) if asked.name == SHARD else None
     with pytest.raises(DownloadFailed, match=r"the last: 127\.0\.0\.1:1: ConnectError"):
         fetch(hub, tmp_path, QUICK)
+    for fault, text in (
+        (Fault("gzip"), "it sent the body as gzip"),
+        (Fault("cut", 100), "the body ended|RemoteProtocolError"),
+        (Fault("status", status=503), "503"),
+    ):
+        hub.faults = lambda asked, fault=fault: fault if asked.name == SHARD else None  # type: ignore[misc]
+        with pytest.raises(DownloadFailed, match=rf"the last: {urlsplit(hub.content).netloc}:? .*({text})"):
+            fetch(hub, tmp_path, QUICK)
 
 
 def test_variables_that_the_library_does_not_understand(tmp_path: Path) -> None:
