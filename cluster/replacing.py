@@ -50,7 +50,7 @@ class Replacing:
         self.meanwhile: Callable[[], None] = lambda: None  # called while an answer is awaited; must not wait
         self.pulled_bytes: Callable[[], int] = lambda: 0  # of snapshots, from other hosts, since the beginning
         self._pulled_before = 0
-        self._places: dict[ActorId, str] = {}  # of those that were replaced last: where they were and are
+        self._moves: dict[ActorId, list[str]] = {}  # of those replaced since the last record: from where to where
         self.begun = 0  # recoveries, with those that were hit by another loss
         self.times: Counter[ActorId] = Counter()  # how often each place has got a new process
 
@@ -129,7 +129,8 @@ class Replacing:
             self._watch.renewed(actor)
             before, spec = self._homes.name_of(actor), self._decided.pop(actor)
             tickets[actor] = self._actors.start(actor, spec)
-            self._places[actor] = describe_place(before, self._homes.name_of(actor))
+            move = describe_place(before, self._homes.name_of(actor))
+            self._moves.setdefault(actor, []).extend([move] if move else [])
         return tickets
 
     def finish_start(self, actor: ActorId, ticket: Any) -> None:
@@ -153,7 +154,7 @@ class Replacing:
     ) -> None:
         """Add to the record a recovery that began at `started` (monotonic) and ends now."""
         lost, seconds, pulled = tuple(named), time.monotonic() - started, self.pulled_bytes()
-        places = tuple(f"{actor}: {self._places[actor]}" for actor in dict.fromkeys(lost) if self._places[actor])
+        places = tuple(f"{actor}: {move}" for actor in dict.fromkeys(lost) for move in self._moves.pop(actor, ()))
         self._recoveries.append(
             Recovery(
                 tuple(map(str, lost)),

@@ -182,6 +182,21 @@ def test_two_nodes_one_after_the_other(k3b_dir: Path, expected: str) -> None:
     assert {one.node_id for one in (*actors.plan.stages, *actors.plan.shards)} == {"a"}
 
 
+def test_every_move_of_an_actor_that_moved_twice_is_told(k3b_dir: Path, expected: str) -> None:
+    """Its new node is lost while it is told its state there: one record names both moves."""
+    actors, view, chain, _ = start(k3b_dir, budget=2 * BUDGET)
+    stage = ActorId("stage", 1)
+
+    def lose_the_next() -> None:
+        actors.end_node(view, actors.spec_of(stage).node_id)
+
+    actors.moments["stage 1", "apply", 5] = lambda: actors.end_node(view, "b")
+    actors.moments["stage 1", "finish_restore", 1] = lose_the_next
+    assert hash_on(Driver(chain, CHUNK)) == expected
+    told = [place.split(": ")[1] for recovery in chain.recoveries for place in recovery.places if "stage 1" in place]
+    assert told == ["b -> c", "c -> a"], [recovery.places for recovery in chain.recoveries]
+
+
 def test_a_process_that_ends_on_a_node_that_lives_is_started_again_there(k3b_dir: Path, expected: str) -> None:
     actors, _, chain, _ = start(k3b_dir)
     actors.moments["stage 1", "apply", 6] = lambda: actors.processes[ActorId("stage", 1)].kill()
