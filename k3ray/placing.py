@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from k3ray.cluster.topology import NodeFacts, Verdict, compare_nodes
 from k3ray.cluster.wishes import Wishes
 from k3ray.nodes import look_here
 from k3ray.workers.actors import versions
+from k3ray.workers.counted import counted
 from k3ray.workers.loading import CheckpointSpec
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.tape.layout import TapeLayout, plan_layout
@@ -147,27 +149,53 @@ def place_run(
 def place_what_fits(
     config: ModelConfig, layout: TapeLayout, usable: Sequence[NodeFacts], wishes: ClusterWishes, say: Say
 ) -> tuple[Placement, list[NodeFacts]]:
-    """Place the model, leaving out the nodes with least memory while it does not go otherwise; never this host.
+    """Place the model, leaving out nodes while it does not go otherwise: those with least memory, or, where fewer are
+    left out then, those with fewest layers on their disks; never this host.
 
     Raises what all nodes together were refused for, with what decides each one's memory.
     """
-    nodes, first = list(usable), None
-    while True:
-        try:
-            placement = place(config, layout, nodes, wishes)
-            break
-        except PlacementFailure as failure:
-            first = first or failure
-            others = [node for node in nodes if not node.driver]
-            if len(nodes) == 1 or not others:
-                available = (f"{node.name} {gigabytes(node.available_bytes)} ({node.decided_by})" for node in usable)
-                raise PlacementFailure(f"{first}\navailable: {'; '.join(available)}") from None
-            least = min(others, key=lambda node: node.available_bytes)
-            nodes = [node for node in nodes if node.driver or not _alike(node, least)]
+    try:
+        return place(config, layout, usable, wishes), list(usable)
+    except PlacementFailure as failure:
+        refused = failure
+    orders: list[Callable[[NodeFacts], int]] = [lambda node: 0]
+    if len({(node.layers, node.top) for node in usable}) > 1:
+        orders.append(lambda node: len(node.layers) + node.top)
+    found = [one for order in orders if (one := _place_without(config, layout, usable, wishes, order)) is not None]
+    if not found:
+        available = (f"{node.name} {gigabytes(node.available_bytes)} ({node.decided_by})" for node in usable)
+        raise PlacementFailure(f"{refused}\navailable: {'; '.join(available)}") from None
+    placement, nodes = max(found, key=lambda one: len(one[1]))
     for node in usable:
         if node not in nodes:
-            say(f"{node.name}: left out: {gigabytes(node.available_bytes)} there are too few for a part of this model")
+            say(f"{node.name}: left out: {_why_too_small(node, config)}")
     return placement, nodes
+
+
+def _place_without(
+    config: ModelConfig,
+    layout: TapeLayout,
+    usable: Sequence[NodeFacts],
+    wishes: ClusterWishes,
+    order: Callable[[NodeFacts], int],
+) -> tuple[Placement, list[NodeFacts]] | None:
+    """Leave out one kind of nodes after the other, by the order and then by memory, until the model can be placed."""
+    nodes = list(usable)
+    while others := [node for node in nodes if not node.driver]:
+        least = min(others, key=lambda node: (order(node), node.available_bytes))
+        nodes = [node for node in nodes if node.driver or not _alike(node, least)]
+        with suppress(PlacementFailure):
+            return (place(config, layout, nodes, wishes), nodes) if nodes else None
+    return None
+
+
+def _why_too_small(node: NodeFacts, config: ModelConfig) -> str:
+    if node.top and len(node.layers) == config.num_hidden_layers:
+        return f"{gigabytes(node.available_bytes)} there are too few for a part of this model"
+    return (
+        f"{gigabytes(node.available_bytes)} and {counted(len(node.layers), 'layer')} whole on its disks make no part "
+        "of a plan over these nodes: copy more of the model there"
+    )
 
 
 def _alike(node: NodeFacts, other: NodeFacts) -> bool:

@@ -35,6 +35,18 @@ def test_nodes_that_are_too_small_are_left_out_and_said() -> None:
     assert whole == placement and len(said) == 2
 
 
+def test_a_node_with_part_of_the_model_does_not_take_a_whole_one_with_it() -> None:
+    """Not the node with least memory is in the way here, but the one that has no head."""
+    whole = node("c", 900 * MB)
+    part = replace(whole, models=tuple(replace(copy, layers=(0, 1, 2), top=False) for copy in whole.models))
+    said: list[str] = []
+    wishes = ClusterWishes(positions=20, packed=False)
+    _, used = place_what_fits(SMALL, LAYOUT, [node("a", 900 * MB), node("b", 800 * MB), part], wishes, said.append)
+    assert [one.name for one in used] == ["a", "b"]
+    (line,) = said
+    assert line.startswith("c: left out: 0.90 GB and 3 layers whole on its disks make no part")
+
+
 def test_a_cluster_that_is_too_small_is_refused_with_what_each_node_has() -> None:
     nodes, said = [node("a", 100 * MB), node("b", 200 * MB)], list[str]()
     with pytest.raises(PlacementFailure) as refused:
