@@ -55,7 +55,8 @@ def pinning_order(num_chunks: int) -> tuple[int, ...]:
 
 
 def fixed_residency(layout: TapeLayout, chunks: Sequence[int], pinned: int, ring_chunks: int) -> Residency:
-    """So many chunks in memory, in pinning_order, and the others through a ring of so many buffers."""
+    """So many chunks in memory, all of them where there are fewer, in pinning_order; the others through such a ring."""
+    pinned = min(pinned, len(chunks))
     order = pinning_order(len(chunks))
     pinned_bytes, streamed_bytes = (
         sum(layout.chunks[chunks[place]].nbytes for place in places) for places in (order[:pinned], order[pinned:])
