@@ -19,6 +19,8 @@ from k3ray.model_source import find_model
 from k3ray.nodes import find_nodes
 from k3ray.workers.counted import counted
 
+TABLE_WIDTH = 80  # characters below which the table's nine columns cannot be read
+
 
 def run(model_dir: Path | None, tape: Path | None, roots: Path | None, measure: bool, as_json: bool) -> None:
     """Ask every node and compare; raises typer.Exit(1) where a node is left out, since a run should not surprise."""
@@ -26,7 +28,7 @@ def run(model_dir: Path | None, tape: Path | None, roots: Path | None, measure: 
     source = find_model(model_dir, None, environment)
     say(source.describe())
     if measure:
-        say("measuring memory and disks of every node for about five seconds")
+        say("measuring memory, the engine's speeds and disks of every node, for ten to thirty seconds")
     nodes = find_nodes(environment, source.model_dir, tape, roots, measure, say)
     if as_json:
         records = [{**asdict(one.node), "usable": one.usable, "reasons": one.reasons} for one in nodes.verdicts]
@@ -47,9 +49,17 @@ def run(model_dir: Path | None, tape: Path | None, roots: Path | None, measure: 
 
 
 def print_nodes(verdicts: Sequence[Verdict]) -> None:
-    """The table, and under it the reasons in full."""
+    """The table, or in a terminal too narrow for it the same line by line; and under it the reasons in full."""
     console = wide_console()
-    console.print(nodes_table(verdicts))
+    table = nodes_table(verdicts)
+    if console.width >= TABLE_WIDTH:
+        console.print(table)
+    else:
+        for cells in zip(*(column.cells for column in table.columns), strict=True):
+            console.print(f"[bold]{cells[0]}[/] {cells[1]}", soft_wrap=True)
+            for column, cell in zip(table.columns[2:], cells[2:], strict=True):
+                if cell:
+                    console.print(f"  {column.header}: {cell}", highlight=False, soft_wrap=True)
     for one in verdicts:
         for reason in one.reasons:
             console.print(f"{one.node.name}: left out: {reason}", highlight=False, markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 
 from k3ray.cluster.plan_file import read_plan
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure
@@ -49,6 +50,16 @@ def test_the_nodes_at_hand(k3b_dir: Path, capsys: Captured) -> None:
     assert printed.err.splitlines()[-1].endswith(f"next: k3ray plan {k3b_dir}")
     nodes.run(k3b_dir, None, None, False, as_json=False)
     assert "(here)" in capsys.readouterr().out
+
+
+def test_the_nodes_in_a_narrow_terminal(k3b_dir: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty columns hold no table of nine: the same things stand below each other, none of them cut."""
+    monkeypatch.setattr(nodes, "wide_console", lambda: Console(width=40))
+    nodes.run(k3b_dir, None, None, False, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("(here) ok") and "\u2026" not in "".join(lines)
+    assert [line.split(":")[0] for line in lines[1:4]] == ["  cores", "  memory nodes", "  memory, by"]
+    assert any(line.startswith("  model: ") and str(k3b_dir) in line for line in lines)
 
 
 def test_a_node_that_is_left_out_ends_with_1_and_its_reason(k3b_dir: Path, tmp_path: Path, capsys: Captured) -> None:
