@@ -127,10 +127,10 @@ def test_damage_ends_with_its_exit_code(k3b_dir: Path, tmp_path: Path, clean_mac
             file.write(b"\xff")
     found = generate([str(copy), "--ids", "3,5", "--gen", "2", "--expert-shards", "2"], clean_machine)
     assert found.returncode == 4 and "NaN scale bytes in layer 2 expert" in found.stderr
-    norm = open_index(copy).find("language_model.model.layers.4.input_layernorm.weight")
-    assert norm is not None
-    with norm.path.open("r+b") as file:
-        file.seek(norm.offset)
+    matrix = open_index(copy).find("language_model.model.layers.4.self_attn.o_proj.weight")
+    assert matrix is not None
+    with matrix.path.open("r+b") as file:
+        file.seek(matrix.offset)
         file.write(b"\xc0\x7f")
     found = generate([str(copy), "--ids", "3,5", "--gen", "2", "--stages", "2"], clean_machine)
     assert found.returncode == 1 and "layer 4 (KDA attention), position 0" in found.stderr and not found.stdout
