@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from k3ray.conform import TOLERANCES, Conformance, LayerReport
-from k3ray.conform_inputs import random_inputs
-from k3ray.conform_own import OwnModel
-from k3ray.conform_reference import Reference, default_reference, load_reference, open_reference
+from k3ray.conform.conformance import TOLERANCES, Conformance, LayerReport
+from k3ray.conform.inputs import random_inputs
+from k3ray.conform.own_side import OwnModel
+from k3ray.conform.reference import Reference, default_reference, load_reference, open_reference
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.synthetic_spec import SyntheticSpec
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from k3ray.commands.terminal import say
-from k3ray.conform_report import finite
+from k3ray.conform.report import finite
 from k3ray.logits_comparison import TOP, LogitsDifference, compare_logits
 from k3ray.logits_files import read_logits
 from k3ray.workers.counted import counted

@@ -16,11 +16,11 @@ import typer
 
 from k3ray.cluster.machine import physical_cores
 from k3ray.commands.terminal import say
-from k3ray.conform import TOLERANCES, Conformance, LayerReport, Tolerances
-from k3ray.conform_inputs import Inputs, RecordedPrompt, Recording, random_inputs
-from k3ray.conform_own import OwnModel
-from k3ray.conform_reference import PRECISIONS, open_reference
-from k3ray.conform_report import HEADER, as_json, conclusion, log_lines, table_line
+from k3ray.conform.conformance import TOLERANCES, Conformance, LayerReport, Tolerances
+from k3ray.conform.inputs import Inputs, RecordedPrompt, Recording, random_inputs
+from k3ray.conform.own_side import OwnModel
+from k3ray.conform.reference import PRECISIONS, open_reference
+from k3ray.conform.report import HEADER, as_json, conclusion, log_lines, table_line
 from k3ray.environment import read_environment
 from k3ray.files import check_writable, write_file
 from k3ray.model_source import find_model

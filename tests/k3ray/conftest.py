@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from k3ray.audit.snapshot import Snapshot
-from k3ray.conform_own import OwnModel
-from k3ray.conform_reference import Reference
+from k3ray.conform.own_side import OwnModel
+from k3ray.conform.reference import Reference
 from tests.audit_pages import assert_silent, forget, write_page
 from tests.audit_sample import released_sample
 from tests.browser import Browser, headless_browser

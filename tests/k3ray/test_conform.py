@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k3ray.conform import TOLERANCES, Conformance, ReferenceBroke
-from k3ray.conform_inputs import Recording
-from k3ray.conform_own import OwnModel
-from k3ray.conform_reference import Reference
-from k3ray.conform_report import conclusion, log_lines
+from k3ray.conform.conformance import TOLERANCES, Conformance, ReferenceBroke
+from k3ray.conform.inputs import Recording
+from k3ray.conform.own_side import OwnModel
+from k3ray.conform.reference import Reference
+from k3ray.conform.report import conclusion, log_lines
 from tests.conforming import (
     KDA_DENSE,
     KDA_MOE,

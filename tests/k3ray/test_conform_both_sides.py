@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k3ray.conform_compare import compare
-from k3ray.conform_inputs import random_inputs
-from k3ray.conform_own import OwnModel
-from k3ray.conform_reference import Reference
-from k3ray.conform_report import log_lines
+from k3ray.conform.comparison import compare
+from k3ray.conform.inputs import random_inputs
+from k3ray.conform.own_side import OwnModel
+from k3ray.conform.reference import Reference
+from k3ray.conform.report import log_lines
 from k3ray.workers.failure import Failure
 from k3ray.workers.model import config as model_config
 from k3ray.workers.model.config import ModelConfig

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import typer
 
-from k3ray import conform_reference
 from k3ray.commands.conform import ConformRequest, ConformUsage, run
-from k3ray.conform import TOLERANCES, Conformance, ReferenceBroke
-from k3ray.conform_compare import compare
-from k3ray.conform_inputs import InputsFailure, RecordedPrompt, Recording, random_inputs
-from k3ray.conform_own import OwnModel
-from k3ray.conform_reference import Reference, ReferenceFailure, default_reference
-from k3ray.conform_report import as_json
+from k3ray.conform.comparison import compare
+from k3ray.conform.conformance import TOLERANCES, Conformance, ReferenceBroke
+from k3ray.conform.inputs import InputsFailure, RecordedPrompt, Recording, random_inputs
+from k3ray.conform.own_side import OwnModel
+from k3ray.conform.reference import Reference, ReferenceFailure, default_reference
+from k3ray.conform.report import as_json
 from k3ray.prompt import PromptFailure
 from tests.conforming import (
     ALL_KINDS,
@@ -183,7 +182,7 @@ def test_an_installed_package_without_the_source_says_where_to_get_it(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (default_reference() / "model.py").is_file()
-    monkeypatch.setattr(conform_reference, "default_reference", lambda: tmp_path / "scripts" / "torch_reference")
+    monkeypatch.setattr("k3ray.conform.reference.default_reference", lambda: tmp_path / "scripts" / "torch_reference")
     with pytest.raises(ReferenceFailure, match=r"not part of the installed package.*--reference SOURCE"):
         run(request(model_dir))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3ray.conform_compare import compare, compare_all, cut, judge_choice, settle_ties, spans
+from k3ray.conform.comparison import compare, compare_all, cut, judge_choice, settle_ties, spans
 
 
 @given(st.integers(1, 600))

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from k3ray.conform import TOLERANCES, Conformance, ReferenceBroke
-from k3ray.conform_compare import cut
-from k3ray.conform_inputs import RecordedPrompt, random_inputs
-from k3ray.conform_own import OwnModel
-from k3ray.conform_reference import Reference
-from k3ray.conform_report import conclusion, log_lines, table_line
+from k3ray.conform.comparison import cut
+from k3ray.conform.conformance import TOLERANCES, Conformance, ReferenceBroke
+from k3ray.conform.inputs import RecordedPrompt, random_inputs
+from k3ray.conform.own_side import OwnModel
+from k3ray.conform.reference import Reference
+from k3ray.conform.report import conclusion, log_lines, table_line
 from tests.conforming import (
     ALL_KINDS,
     KDA_DENSE,

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k3ray.conform_inputs import Recording
-from k3ray.conform_own import OwnModel
+from k3ray.conform.inputs import Recording
+from k3ray.conform.own_side import OwnModel
 from tests.conforming import reference_of, torch_part
 from tests.goldens import read_golden
 from tests.op_fixtures import Fixture

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from k3ray.conform_compare import (
+from k3ray.conform.comparison import (
     Comparison,
     ExpertChoice,
     aligned,
@@ -23,9 +23,9 @@ from k3ray.conform_compare import (
     judge_choice,
     settle_ties,
 )
-from k3ray.conform_inputs import Inputs, LayerInputs, RecordedPrompt
-from k3ray.conform_own import STAGES, STATES, OwnLayer, OwnModel, OwnRun
-from k3ray.conform_reference import Floats, Ids, Reference, ReferenceRun
+from k3ray.conform.inputs import Inputs, LayerInputs, RecordedPrompt
+from k3ray.conform.own_side import STAGES, STATES, OwnLayer, OwnModel, OwnRun
+from k3ray.conform.reference import Floats, Ids, Reference, ReferenceRun
 from k3ray.workers.failure import Failure
 
 Float32Array = npt.NDArray[np.float32]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from k3ray.conform_compare import spans
+from k3ray.conform.comparison import spans
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.cache.circle import CirclePolicy
 from k3ray.workers.expert_reader import ExpertReader

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from k3ray.conform import LayerReport
-from k3ray.conform_compare import ChosenOtherwise, Comparison, ExpertChoice
+from k3ray.conform.comparison import ChosenOtherwise, Comparison, ExpertChoice
+from k3ray.conform.conformance import LayerReport
 
 HEADER = f"{'':6} {'what':12} {'kind':12} {'max abs':>9} {'max rel':>9} {'tolerance':>9}  {'experts':18} worst at"
 

@@ -83,7 +83,7 @@ class Reference(Protocol):
 
 def default_reference() -> Path:
     """The reference of the source tree that this package is run from."""
-    return Path(__file__).resolve().parents[1] / "scripts" / PACKAGE
+    return Path(__file__).resolve().parents[2] / "scripts" / PACKAGE
 
 
 def open_reference(folder: Path | None, model_dir: Path, config: Path, precision: str, threads: int) -> Reference:

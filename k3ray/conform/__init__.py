@@ -1,0 +1,1 @@
+"""The formulas against a PyTorch reference: every layer, and whole prompts, on both sides, and what differs."""
