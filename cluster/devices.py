@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from k3ray.kernels import dense, mxfp4
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.failure import Failure
+from k3ray.workers.half_written import beside
 from k3ray.workers.tape.direct_io import PAGE_BYTES, Bytes, DirectFile, prefaulted, slot_bytes
 from k3ray.workers.tape.layout import DEFAULT_CHUNK_BYTES
 
@@ -198,13 +198,13 @@ def written_file(
         raise DeviceFailure(f"--write {folder}: found {free_bytes:,} bytes free, expected at least {nbytes:,}")
     block = random.Random(0).randbytes(min(nbytes, 32 << 20))
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".k3ray-devbw-") as file:
+        with beside(folder, ".k3ray-devbw-") as (file, path):
             for done in range(0, nbytes, len(block)):
                 file.write(block[: nbytes - done])
                 progress(min(done + len(block), nbytes), nbytes)
             file.flush()
             os.fsync(file.fileno())
-            yield Path(file.name)
+            yield path
     except OSError as error:
         raise DeviceFailure(f"--write {folder}: the test file could not be written ({error.strerror})") from None
 

@@ -40,6 +40,7 @@ from k3ray.cluster.trip_speed import measure_trip
 from k3ray.workers.checkpoint.index_cache import usable_directory
 from k3ray.workers.experts import QUEUE_DEPTH
 from k3ray.workers.failure import Failure
+from k3ray.workers.half_written import beside, prefix_beside
 from k3ray.workers.model.config import ModelConfig, read_config
 from k3ray.workers.tape.manifest import TAPE_NAME, config_fields, read_manifest
 from k3ray.workers.tape.source import DEFAULT_READERS
@@ -210,9 +211,11 @@ def _kept_or(folder: Path | None, name: str, measure: bool, read: Callable[[], d
     found = Measured(datetime.datetime.now(tz=datetime.UTC).date().isoformat(), read())
     if place is not None:
         with suppress(OSError):
-            beside = place.with_name(f".{place.name}.{os.getpid()}")
-            beside.write_text(json.dumps({"what": name, "day": found.day, "rates": found.rates}))
-            beside.replace(place)
+            record = json.dumps({"what": name, "day": found.day, "rates": found.rates})
+            with beside(place.parent, prefix_beside(place)) as (file, written):
+                file.write(record.encode())
+                file.flush()
+                written.replace(place)
     return found
 
 

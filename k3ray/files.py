@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from k3ray.workers.failure import Failure
+from k3ray.workers.half_written import beside, prefix_beside, remove_abandoned
 
 
 class OutputFailure(Failure):
@@ -28,6 +29,7 @@ def check_writable(path: Path, option: str) -> None:
     if not path.parent.is_dir():
         raise OutputFailure(f"{option} {path}: the folder {path.parent} does not exist; make it first")
     _check_takes_files(path.parent, f"{option} {path}")
+    remove_abandoned(path.parent, prefix_beside(path))  # it may take the room that the work is found to lack
 
 
 def check_distinct(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
@@ -70,23 +72,19 @@ def write_file(path: Path, contents: bytes) -> None:
 def written_whole(path: Path) -> Iterator[BinaryIO]:
     """Give a file to write beside the path; at the end it is flushed to the disk and renamed over it, or removed.
 
-    A link stays, and what it points to is written. OutputFailure where the path is no place for a file.
+    What a killed process left beside the path is removed first. A link stays, and what it points to is written.
+    OutputFailure where the path is no place for a file.
     """
     path = _followed(path)
     if path.exists() and not path.is_file():
         raise OutputFailure(f"{path}: this is no file, and is not replaced by one; name another place")
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        Path(beside).chmod(0o666 & ~_umask())
-        Path(beside).replace(path)
+    with beside(path.parent, prefix_beside(path)) as (file, written):
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        written.chmod(0o666 & ~_umask())
+        written.replace(path)
         _flush_folder(path.parent)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
 
 
 def _followed(path: Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from k3ray.files import OutputFailure, check_distinct, check_writable, make_folder, write_file
+from k3ray.files import OutputFailure, check_distinct, check_writable, make_folder, write_file, written_whole
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +92,19 @@ def test_one_file_has_one_use(tmp_path: Path) -> None:
             check_distinct({"--out": one, "--log": same}, {})
         with pytest.raises(OutputFailure, match=r"--out .*: this is also --prompt-file"):
             check_distinct({"--out": same}, {"--prompt-file": one})
+
+
+def test_what_a_killed_writer_left_is_gone_before_the_work_and_before_the_write(tmp_path: Path) -> None:
+    """A process killed while it writes leaves as much as it wrote, which the next one would lack."""
+    path = tmp_path / "run.state"
+    left = tmp_path / ".run.state.k3ray-abcdefgh"
+    left.write_bytes(bytes(1000))
+    check_writable(path, "--save-state")
+    assert not left.exists()
+    left.write_bytes(bytes(1000))
+    write_file(path, b"new")
+    assert list(tmp_path.iterdir()) == [path]
+    with written_whole(path) as first:
+        first.write(b"first")
+        write_file(path, b"second")  # takes nothing from a writer that lives
+    assert path.read_bytes() == b"first" and list(tmp_path.iterdir()) == [path]

@@ -22,6 +22,7 @@ import platformdirs
 from k3ray.workers.checkpoint.header import TensorKind
 from k3ray.workers.checkpoint.index_table import IndexColumns, Shard, TensorIndex
 from k3ray.workers.checkpoint.names import NameTable
+from k3ray.workers.half_written import beside
 
 MAGIC = b"K3RAYIX1"  # its last character counts the layouts
 _ALIGNMENT = 64
@@ -124,18 +125,13 @@ def store(index: TensorIndex, path: Path, stamp: str) -> bool:
     for piece in (text, padding, *columns):
         digest.update(piece)
     try:
-        descriptor, beside = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-    except OSError:
-        return False
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+        with beside(path.parent, ".writing-") as (file, written):
             file.write(MAGIC + len(text).to_bytes(8, "little") + digest.digest())
             for piece in (text, padding, *columns):
                 file.write(piece)
-        Path(beside).replace(path)
+            file.flush()
+            written.replace(path)
     except OSError:
-        with suppress(OSError):
-            Path(beside).unlink()
         return False
     return True
 

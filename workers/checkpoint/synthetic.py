@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from k3ray.workers.checkpoint.synthetic_vocabulary import (
     make_tokens,
 )
 from k3ray.workers.failure import Failure
+from k3ray.workers.half_written import folder_beside
 from k3ray.workers.model.config import ModelConfig, read_config
 
 SPARE_BYTES = 64 << 20  # left free on the disk, besides the tensors: index, vocabulary, and whoever else writes
@@ -94,20 +94,19 @@ def write_checkpoint(
     """
     _check_spec(spec)
     directory = directory.absolute()
-    beside = _make_beside(directory)
+    _check_free(directory)
     try:
-        (beside / "config.json").write_text(encode_config(spec))
-        config = read_config(beside)
-        plan = plan_checkpoint(config, spec)
-        _check_space(directory.parent, plan.shard_bytes)
-        _write_small_files(beside, spec, seed, plan)
-        _write_shards(beside, plan, config, seed, progress or (lambda done, total: None))
-        file_bytes = sum(path.stat().st_size for path in beside.iterdir())
-        beside.rename(directory)
+        with folder_beside(directory) as beside:
+            (beside / "config.json").write_text(encode_config(spec))
+            config = read_config(beside)
+            plan = plan_checkpoint(config, spec)
+            _check_space(directory.parent, plan.shard_bytes)
+            _write_small_files(beside, spec, seed, plan)
+            _write_shards(beside, plan, config, seed, progress or (lambda done, total: None))
+            file_bytes = sum(path.stat().st_size for path in beside.iterdir())
+            beside.rename(directory)
     except OSError as error:
         raise SyntheticError(f"{directory}: the checkpoint could not be written ({error}); nothing was left") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     return SyntheticSummary(directory, len(plan.shards), plan.num_tensors, plan.tensor_bytes, file_bytes)
 
 
@@ -162,16 +161,12 @@ def _check_spec(spec: SyntheticSpec) -> None:
         raise SyntheticError(f"sharding: found {found}, expected 'release', or 'packed' in at least one shard")
 
 
-def _make_beside(directory: Path) -> Path:
-    """Make the folder that everything is written to until it is whole."""
-    beside = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+def _check_free(directory: Path) -> None:
     try:
         if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
             raise SyntheticError(f"{directory}: exists and is not an empty directory; name a new one or remove it")
-        beside.mkdir()
     except OSError as error:
         raise SyntheticError(f"{directory}: cannot be made there ({error})") from error
-    return beside
 
 
 def _check_space(parent: Path, needed: int) -> None:
