@@ -18,10 +18,11 @@ from k3ray.cluster.loading_watch import loaded_in_turn
 from k3ray.cluster.plan import Plan, far_ends, with_spec
 from k3ray.cluster.ray_answers import answer_of
 from k3ray.cluster.ray_memory import await_started
-from k3ray.workers.actors import ASIDE, ExpertShardActor, LayerStageActor, ProcessReport
+from k3ray.workers.actors import ASIDE, ExpertShardActor, LayerStageActor
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.message_counts import FarEnds
 from k3ray.workers.model.snapshot import StatePiece
+from k3ray.workers.process_report import ProcessReport
 from k3ray.workers.specs import ShardSpec, StageSpec, part_name
 
 Options = Callable[[float, int | None, str, str | None], dict[str, Any]]

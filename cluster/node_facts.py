@@ -12,7 +12,6 @@ from k3ray.cluster.machine import ROOT, affinity, default_threads, memory_limits
 from k3ray.cluster.node_speeds import node_speeds
 from k3ray.cluster.roots_file import Roots
 from k3ray.cluster.topology import ModelCopy, NodeFacts, NumaNode, TapeCopy
-from k3ray.workers.actors import versions
 from k3ray.workers.checkpoint import shapes
 from k3ray.workers.checkpoint.binding import bind
 from k3ray.workers.checkpoint.index import open_index, open_names, open_part
@@ -22,6 +21,7 @@ from k3ray.workers.checkpoint.shard_files import list_shard_files
 from k3ray.workers.failure import Failure
 from k3ray.workers.memory_binding import parse_cpu_list
 from k3ray.workers.model.config import read_config
+from k3ray.workers.process_report import versions
 from k3ray.workers.tape.manifest import TAPE_NAME, read_manifest
 
 LAYER_STARTS = (f"{shapes.RELEASED_PREFIX}layers.#.", f"{shapes.CONVERTED_PREFIX}layers.#.")

@@ -12,7 +12,7 @@ from k3ray.cluster.node_survey import survey
 from k3ray.cluster.ray_memory import memory_left, reserve
 from k3ray.cluster.roots_file import RootsMap
 from k3ray.cluster.topology import NodeFacts, can_join
-from k3ray.workers.actors import versions
+from k3ray.workers.process_report import versions
 
 CONNECT_S = 2.0
 TRIES = 2

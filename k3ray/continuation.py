@@ -23,11 +23,11 @@ from k3ray.files import OutputFailure, check_writable
 from k3ray.generation import GreedySequence, Resumption
 from k3ray.state_file import SavedSequence, open_state, write_state
 from k3ray.state_identity import identify, refuse_other_model
-from k3ray.workers.actors import versions
 from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 from k3ray.workers.loading import Checkpoint
 from k3ray.workers.model.snapshot import StatePiece
+from k3ray.workers.process_report import versions
 
 Say = Callable[[str], None]
 Float32Array = npt.NDArray[np.float32]

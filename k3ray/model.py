@@ -22,11 +22,11 @@ from k3ray.report import Generation, Settings
 from k3ray.starting import Run, RunRequest, start_run
 from k3ray.tokenizer import Tokenizer, load_tokenizer
 from k3ray.transcript import Token, Transcript, decoded
-from k3ray.workers.actors import versions
 from k3ray.workers.cache.trace import ExpertRequest
 from k3ray.workers.failure import Failure
 from k3ray.workers.io_counts import IoCounts
 from k3ray.workers.model.config import ModelConfig
+from k3ray.workers.process_report import versions
 
 Say = Callable[[str], None]
 

@@ -15,7 +15,7 @@ from k3ray.cluster.roots_file import Roots, RootsMap, read_roots
 from k3ray.cluster.strict_toml import TomlFailure
 from k3ray.cluster.topology import NodeFacts, Verdict, compare_nodes
 from k3ray.environment import Environment
-from k3ray.workers.actors import versions
+from k3ray.workers.process_report import versions
 
 
 @dataclass(frozen=True, slots=True)

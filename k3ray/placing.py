@@ -19,10 +19,10 @@ from k3ray.cluster.seats import ClusterWishes, PlacementFailure
 from k3ray.cluster.topology import NodeFacts, Verdict, compare_nodes
 from k3ray.cluster.wishes import Wishes
 from k3ray.nodes import look_here
-from k3ray.workers.actors import versions
 from k3ray.workers.counted import counted
 from k3ray.workers.loading import CheckpointSpec
 from k3ray.workers.model.config import ModelConfig
+from k3ray.workers.process_report import versions
 from k3ray.workers.tape.layout import TapeLayout, plan_layout
 
 Say = Callable[[str], None]

@@ -31,9 +31,9 @@ from k3ray.environment import read_environment
 from k3ray.memory import MemoryWish, declared_on, plan_memory
 from k3ray.placing import ClusterWish, Placed, place_run
 from k3ray.report import Settings
-from k3ray.workers.actors import ProcessReport
 from k3ray.workers.loading import Checkpoint, CheckpointSpec, open_checkpoint
 from k3ray.workers.message_counts import MessageCounts
+from k3ray.workers.process_report import ProcessReport
 from k3ray.workers.specs import part_name
 
 Say = Callable[[str], None]

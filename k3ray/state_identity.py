@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from k3ray.workers.checkpoint import shapes
-from k3ray.workers.checkpoint.binding import Binding, read_a_log
+from k3ray.workers.checkpoint.a_log import read_a_log
+from k3ray.workers.checkpoint.binding import Binding
 from k3ray.workers.checkpoint.tensors import TensorReader, TensorReadError
 from k3ray.workers.failure import Failure
 from k3ray.workers.loading import Checkpoint

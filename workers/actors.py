@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from dataclasses import replace
 from typing import Any, TypeVar
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -30,6 +27,7 @@ from k3ray.workers.memory_binding import bind_process
 from k3ray.workers.message_counts import FarEnds, MessageCounts
 from k3ray.workers.model.snapshot import StatePiece
 from k3ray.workers.own_memory import OwnMemory
+from k3ray.workers.process_report import ProcessReport, versions
 from k3ray.workers.shard import ExpertShard
 from k3ray.workers.shard_door import ShardDoor
 from k3ray.workers.shard_link import ReplaceableShard
@@ -44,27 +42,6 @@ ASIDE = "aside"  # the concurrency group of the calls that are answered while th
 
 class NotLoaded(Failure):
     """An actor that was asked to work before it was loaded."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessReport:
-    """What runs in one actor's process. note: what could not be bound to its memory node, if anything."""
-
-    pid: int
-    versions: dict[str, str]
-    note: str = ""
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that two processes must share to give the same bits."""
-    return {
-        "python": platform.python_version(),
-        "k3ray": version("k3ray"),
-        "ray": ray.__version__,
-        "numpy": np.__version__,
-        "numba": numba.__version__,
-        "pyarrow": pa.__version__,
-    }
 
 
 def _is_given_up() -> bool:

@@ -17,8 +17,8 @@ from k3ray.cluster.node_survey import names_of, survey
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
 from k3ray.cluster.roots_file import Roots, RootsMap
 from k3ray.cluster.topology import ModelCopy, NodeFacts, TapeCopy, can_join, compare_nodes
-from k3ray.workers.actors import versions
 from k3ray.workers.checkpoint.index import open_index, open_names
+from k3ray.workers.process_report import versions
 from tests.parts import TOP, cut_by_layers, part_of
 from tests.tapes import opened_model
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from k3ray.workers.checkpoint import shapes
-from k3ray.workers.checkpoint.binding import BindError, Binding, bind, read_a_log
+from k3ray.workers.checkpoint.a_log import read_a_log
+from k3ray.workers.checkpoint.binding import BindError, Binding, bind
 from k3ray.workers.checkpoint.index import open_index, open_names
 from k3ray.workers.checkpoint.leftovers import unused_line
 from k3ray.workers.checkpoint.tensors import TensorReader, TensorReadError

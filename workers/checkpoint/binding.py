@@ -1,6 +1,6 @@
 """Binds a checkpoint to the text model: every tensor the config asks for is there, in its dtype and exact shape, once.
 
-Knows names, dtypes and shapes, no values (read_a_log proves the one value a layout depends on). Docs: CHECKPOINT.md.
+Knows names, dtypes and shapes, no values (a_log.py reads those that prove a layout). Docs: CHECKPOINT.md.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from k3ray.workers.checkpoint import shapes
+from k3ray.workers.checkpoint.a_log import is_a_log_shape
 from k3ray.workers.checkpoint.header_json import show_name
 from k3ray.workers.checkpoint.index_table import TensorIndex
 from k3ray.workers.checkpoint.leftovers import count_left
 from k3ray.workers.checkpoint.names import PLACE, numbers_of
 from k3ray.workers.checkpoint.shapes import TensorType
-from k3ray.workers.checkpoint.tensors import TensorReader, TensorReadError, require_finite
 from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 from k3ray.workers.model.config import ModelConfig
@@ -154,7 +154,7 @@ class Binder:
             kind = self.index.kinds[int(self.index.columns.kind_ids[row])]
             right = (kind.dtype, kind.shape) == expected
             if short == shapes.A_LOG:
-                right = kind.dtype == "F32" and _is_a_log_shape(kind.shape, self.config.kda_num_heads)
+                right = kind.dtype == "F32" and is_a_log_shape(kind.shape, self.config.kda_num_heads)
             if not right:
                 self.note_wrong(row, expected)
                 return
@@ -226,29 +226,6 @@ class Binder:
         what = " (transposed)" if kind.shape == expected[1][::-1] != expected[1] else ""
         found = _show((kind.dtype, kind.shape))
         self.note(f"{path.name}: tensor {name}: found {found}{what}, expected {_show(expected)}")
-
-
-def read_a_log(reader: TensorReader, name: str, heads: int) -> npt.NDArray[np.float32]:
-    """A KDA layer's A_log, (heads,) f32, one value a HEAD.
-
-    The release stores (head_dim,) with zeros after the heads; (heads,) and the older [1, 1, heads, 1] are the same.
-    Raises TensorReadError when there are fewer, or when the tail is not zero: then it is not padding.
-    """
-    entry = reader.entry(name)
-    if entry.dtype != "F32" or not _is_a_log_shape(entry.shape, heads):
-        expected = f"F32 [{heads}], or longer with zeros after it, or [1, 1, {heads}, 1]"
-        raise TensorReadError(entry.path, name, _show((entry.dtype, entry.shape)), expected)
-    values: npt.NDArray[np.float32] = reader.read(name).reshape(-1)
-    tail = np.flatnonzero(values[heads:] != 0)
-    if len(tail):
-        place = heads + int(tail[0])
-        found = f"{values[place]} at entry {place} ({len(tail)} entries after the {heads} heads are not zero)"
-        raise TensorReadError(entry.path, name, found, "zeros there: otherwise these are not one value a head")
-    return require_finite(entry, values[:heads].copy())
-
-
-def _is_a_log_shape(shape: tuple[int, ...], heads: int) -> bool:
-    return shape == (1, 1, heads, 1) or (len(shape) == 1 and shape[0] >= heads)
 
 
 def _show(tensor: TensorType) -> str:

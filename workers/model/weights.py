@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from k3ray.kernels.threads import RowPool
-from k3ray.workers.checkpoint.binding import Binding, read_a_log
+from k3ray.workers.checkpoint.a_log import read_a_log
+from k3ray.workers.checkpoint.binding import Binding
 from k3ray.workers.checkpoint.tensors import TensorReader, require_finite
 from k3ray.workers.model.config import ModelConfig
 from k3ray.workers.model.finite import CheckedMatrix
