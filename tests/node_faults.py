@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,13 +126,6 @@ def link_cases(stage: int, name: str, other: str) -> dict[str, list[Strike]]:
 def _later(strike: Strike, other: str) -> Strike:
     actor, method, nth = strike.moment
     return Strike((actor, "apply", (nth if method == "apply" else 5) + 2), kill_host(other))
-
-
-def refill(hosts: RayHosts, count: int = 3, timeout_s: float = 60.0) -> None:
-    """Have as many hosts again, and a cluster that knows of no other."""
-    while len(hosts.hosts) < count:
-        hosts.join_ray(hosts.add())
-    time.sleep(0.5)
 
 
 def _named(hosts: RayHosts, name: str) -> Host:

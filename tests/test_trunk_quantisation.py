@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.trunk_comparison import Comparison
 from benchmarks.trunk_forms import FORMS, TrunkForm, WeightError
-from benchmarks.trunk_quantisation import Comparison
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.tape.order import full_name
 from tests.conforming import reference_of, torch_part
