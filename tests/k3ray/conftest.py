@@ -1,7 +1,8 @@
-"""Fixtures of several test files: the audit page's browser, the hub that downloads ask, and what conform compares."""
+"""Fixtures of several test files: pages and servers of audits, hubs and what was downloaded, what conform compares."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,18 @@ import pytest
 from k3ray.audit.snapshot import Snapshot
 from k3ray.conform.own_side import OwnModel
 from k3ray.conform.reference import Reference
+from k3ray.download.download import Wish, download
+from k3ray.download.hub import Hub
+from k3ray.download.patience import Patience
+from k3ray.workers.checkpoint.synthetic import write_checkpoint
 from tests.audit_pages import assert_silent, forget, write_page
 from tests.audit_sample import released_sample
+from tests.audited import WIDE
 from tests.browser import Browser, headless_browser
 from tests.conforming import ALL_KINDS, reference_of
+from tests.downloads import quicken
 from tests.local_hub import LocalHub, files_of, serving
+from tests.range_server import RangeServer, serve
 from tests.tapes import synthetic_model
 
 
@@ -54,11 +62,57 @@ def opened(browser: Browser, page_address: str) -> Iterator[Browser]:
     assert_silent(browser, page_address)
 
 
+@pytest.fixture(scope="session")
+def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of which an audit reads little (tests/audited.py)."""
+    folder = tmp_path_factory.mktemp("audited") / "model"
+    write_checkpoint(folder, WIDE, seed=5)
+    return folder
+
+
+@pytest.fixture
+def range_server(wide_checkpoint: Path) -> Iterator[RangeServer]:
+    """It on a server on the loopback."""
+    with serve(wide_checkpoint) as running:
+        yield running
+
+
 @pytest.fixture
 def hub(k3b_dir: Path) -> Iterator[LocalHub]:
     """The golden checkpoint, as a repository of a hub on the loopback."""
     with serving(LocalHub(files_of(k3b_dir))) as hub:
         yield hub
+
+
+@pytest.fixture
+def default_hub(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> LocalHub:
+    """It as the hub that is asked where no other is named, without a token and without waiting."""
+    quicken(monkeypatch)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    return hub
+
+
+@pytest.fixture(scope="session")
+def download_of_k3b(k3b_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden checkpoint as a download leaves it, to be copied with its times of change."""
+    wish = Wish(tmp_path_factory.mktemp("downloaded") / "model")
+    with pytest.MonkeyPatch.context() as monkeypatch, serving(LocalHub(files_of(k3b_dir))) as hub:
+        quicken(monkeypatch)
+        download(wish, Hub(hub.endpoint), Patience(), lambda _: None, lambda _: None)
+    return wish.directory
+
+
+@pytest.fixture
+def downloaded(download_of_k3b: Path, tmp_path: Path) -> Path:
+    """A download of the golden checkpoint."""
+    return Path(shutil.copytree(download_of_k3b, tmp_path / "model"))
+
+
+@pytest.fixture
+def copied_model(k3b_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the golden checkpoint that nobody downloaded."""
+    return Path(shutil.copytree(k3b_dir, tmp_path / "model", copy_function=shutil.copyfile))
 
 
 @pytest.fixture

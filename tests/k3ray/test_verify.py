@@ -1,4 +1,4 @@
-"""The proof of a folder: each kind of damage is named with its file, and a repair fetches exactly what is wrong."""
+"""The proof of a folder: each kind of damage is named with its file, and what was not checked is said."""
 
 from __future__ import annotations
 
@@ -8,95 +8,37 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from k3ray.commands import download as download_command
-from k3ray.commands import verify as command
 from k3ray.download import release
 from k3ray.download.download import Wish, download
 from k3ray.download.hub import Hub
 from k3ray.download.patience import Patience
 from k3ray.download.record import FOLDER
-from k3ray.download.verdict import FAIL, PASS, UNCHECKED, Verdict
+from k3ray.download.verdict import PASS, UNCHECKED
 from k3ray.download.verification import verify
-from tests.downloads import BLOCK, quicken
-from tests.local_hub import LocalHub, files_of, serving
-
-ONE, TWO, THREE, FOUR, FIVE = (f"model-0000{number}-of-000005.safetensors" for number in range(1, 6))
-
-
-@pytest.fixture
-def model(k3b_dir: Path, tmp_path: Path) -> Path:
-    """A copy of the golden checkpoint that nobody downloaded."""
-    return Path(shutil.copytree(k3b_dir, tmp_path / "model", copy_function=shutil.copyfile))
-
-
-@pytest.fixture
-def hub(k3b_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    quicken(monkeypatch)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with serving(LocalHub(files_of(k3b_dir))) as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        yield hub
+from tests.downloads import BLOCK
+from tests.local_hub import LocalHub
+from tests.verifying import (
+    FOUR,
+    ONE,
+    THREE,
+    TWO,
+    break_scale,
+    failed,
+    flip,
+    pad_header,
+    prove,
+    resize,
+    statuses,
+    swap,
+)
 
 
-@pytest.fixture(scope="module")
-def download_of_k3b(k3b_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden checkpoint as a download leaves it, to be copied with its times of change."""
-    wish = Wish(tmp_path_factory.mktemp("downloaded") / "model")
-    with pytest.MonkeyPatch.context() as monkeypatch, serving(LocalHub(files_of(k3b_dir))) as hub:
-        quicken(monkeypatch)
-        download(wish, Hub(hub.endpoint), Patience(), lambda _: None, lambda _: None)
-    return wish.directory
-
-
-@pytest.fixture
-def downloaded(download_of_k3b: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(download_of_k3b, tmp_path / "model"))
-
-
-def prove(directory: Path, deep: bool = False) -> Verdict:
-    return verify(directory, deep, None, lambda done, total: None)
-
-
-def statuses(verdict: Verdict) -> dict[str, str]:
-    return {found.check: found.status for found in verdict.findings}
-
-
-def failed(verdict: Verdict) -> dict[str, list[str]]:
-    """The files of the problems of every check that failed."""
-    return {f.check: [p.file for p in f.problems] for f in verdict.findings if f.status == FAIL}
-
-
-def flip(path: Path, place: int, keep_time: bool = False) -> None:
-    stat = path.stat()
-    with path.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
-    if keep_time:
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def resize(path: Path, by: int) -> None:
-    """Change a file's size, growing or shrinking its last tensor's bytes."""
-    data = path.read_bytes()
-    path.write_bytes(data + bytes(by) if by > 0 else data[:by])
-
-
-def swap(first: Path, second: Path) -> None:
-    beside = first.with_name("beside")
-    first.replace(beside)
-    second.replace(first)
-    beside.replace(second)
-
-
-def test_a_checkpoint_without_a_note_passes_and_says_what_was_not_checked(model: Path) -> None:
-    verdict = prove(model)
+def test_a_checkpoint_without_a_note_passes_and_says_what_was_not_checked(copied_model: Path) -> None:
+    verdict = prove(copied_model)
     assert verdict.passed and verdict.fetch_again == []
     assert {check for check, status in statuses(verdict).items() if status == UNCHECKED} == {
         "each size", "total size", "checksums"
@@ -134,26 +76,19 @@ def test_a_swapped_pair_is_named_as_one(model_sized_alike: Path) -> None:
 
 
 @pytest.fixture
-def model_sized_alike(model: Path) -> Path:
+def model_sized_alike(copied_model: Path) -> Path:
     """A checkpoint whose second and third shard have the same size, as most of the release's have."""
-    sizes = {name: (model / name).stat().st_size for name in (TWO, THREE)}
+    sizes = {name: (copied_model / name).stat().st_size for name in (TWO, THREE)}
     larger = max(sizes.values())
     for name, size in sizes.items():
         if size < larger:
-            pad_header(model / name, larger - size)
-    assert (model / TWO).stat().st_size == (model / THREE).stat().st_size
-    (model / "shard_sizes.txt").write_text(
-        "".join(f"{p.name} {p.stat().st_size}\n" for p in model.glob("*.safetensors"))
+            pad_header(copied_model / name, larger - size)
+    assert (copied_model / TWO).stat().st_size == (copied_model / THREE).stat().st_size
+    (copied_model / "shard_sizes.txt").write_text(
+        "".join(f"{p.name} {p.stat().st_size}\n" for p in copied_model.glob("*.safetensors"))
     )
-    assert prove(model).passed and statuses(prove(model))["each size"] == PASS
-    return model
-
-
-def pad_header(path: Path, count: int) -> None:
-    """Make a shard longer by spaces after its header's JSON."""
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    path.write_bytes((length + count).to_bytes(8, "little") + data[8 : 8 + length] + b" " * count + data[8 + length :])
+    assert prove(copied_model).passed and statuses(prove(copied_model))["each size"] == PASS
+    return copied_model
 
 
 def test_two_wrong_sizes_that_cancel_are_both_named(downloaded: Path) -> None:
@@ -177,85 +112,24 @@ def test_what_is_missing_and_what_is_too_many(downloaded: Path) -> None:
     assert statuses(verdict)["text model"] == UNCHECKED
 
 
-def test_a_nan_scale_is_named_with_its_tensor(model: Path) -> None:
-    data = bytearray((model / THREE).read_bytes())
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    name = next(name for name in header if name.endswith("w2.weight_scale"))
-    data[8 + length + header[name]["data_offsets"][1] - 1] = 255
-    (model / THREE).write_bytes(data)
-    verdict = prove(model)
+def test_a_nan_scale_is_named_with_its_tensor(copied_model: Path) -> None:
+    name = break_scale(copied_model)
+    verdict = prove(copied_model)
     assert failed(verdict) == {"NaN scales": [THREE]}
     assert f"{name}" in verdict.problems[0].text and "(1 bytes)" in verdict.problems[0].text
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "check"),
-    [
-        ("config.json", b"{", "config"),
-        ("model.safetensors.index.json", b'{"weight_map": 3}', "index file"),
-        ("tiktoken.model", b"IQ== 0\n", "vocabulary"),
-        ("tokenizer_config.json", b"{}", "vocabulary"),
-        (FIVE, b"\xff" * 100, "headers"),
-        (FIVE, b"", "headers"),
-    ],
-)
-def test_a_damaged_file_is_named_and_repaired(
-    hub: LocalHub, downloaded: Path, name: str, damage: bytes, check: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (downloaded / name).write_bytes(damage)
-    verdict = prove(downloaded)
-    assert name in failed(verdict)[check] and name in failed(verdict)["checksums"]
-    assert verdict.fetch_again == [name]
-    hub.asked.clear()
-    command.run(downloaded, False, True, True, None, True)
-    assert {asked.name for asked in hub.asked} == {name}
-    assert (downloaded / name).read_bytes() == hub.files[name]
-    found = json.loads(capsys.readouterr().out)
-    assert found["passed"] and found["repaired_bytes"] == len(hub.files[name])
-
-
-def test_a_repair_fetches_only_the_damaged_blocks(
-    hub: LocalHub, downloaded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flip(downloaded / TWO, 1_000_003)
-    flip(downloaded / TWO, len(hub.files[TWO]) - 1)
-    swap(downloaded / THREE, downloaded / FOUR)
-    hub.asked.clear()
-    command.run(downloaded, True, True, True, None, False)
-    ranges = sorted((asked.begin, asked.end) for asked in hub.asked if asked.name == TWO)
-    assert ranges == [(7 * BLOCK, 8 * BLOCK), (14 * BLOCK, len(hub.files[TWO]))]
-    assert {asked.name for asked in hub.asked} == {TWO, THREE, FOUR}
-    assert all((downloaded / name).read_bytes() == hub.files[name] for name in (TWO, THREE, FOUR))
-    assert "PASS: 11 checks" in capsys.readouterr().err
-
-
-def test_a_file_that_is_right_and_wrong_is_not_fetched_for_ever(
-    hub: LocalHub, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The repository itself holds a NaN scale: its checksum is right, so fetching it again is not proposed."""
-    test_a_nan_scale_is_named_with_its_tensor(model)
-    hub.files[THREE] = (model / THREE).read_bytes()
-    download(Wish(tmp_path / "there"), Hub(hub.endpoint), Patience(), lambda _: None, lambda _: None)
-    verdict = prove(tmp_path / "there")
-    assert failed(verdict) == {"NaN scales": [THREE]}
-    assert verdict.fetch_again == []
-    with pytest.raises(command.VerifyFailed, match="fetching again would not help"):
-        download_command.run(tmp_path / "there", None, None, hub.endpoint, False, None, 4, False, 30, True)
-    assert json.loads(capsys.readouterr().out)["verified"] is False
-
-
-def test_part_of_a_model_passes_as_a_part(hub: LocalHub, tmp_path: Path) -> None:
+def test_part_of_a_model_passes_as_a_part(default_hub: LocalHub, tmp_path: Path) -> None:
     wish = Wish(tmp_path / "part", layers=range(8, 9))
-    download(wish, Hub(hub.endpoint), Patience(), lambda _: None, lambda _: None)
+    download(wish, Hub(default_hub.endpoint), Patience(), lambda _: None, lambda _: None)
     verdict = prove(wish.directory)
     assert verdict.passed and verdict.partial is not None and verdict.partial.endswith("of 5 shards were asked for")
     assert statuses(verdict)["text model"] == UNCHECKED
 
 
-def test_a_tokenizer_alone_passes_as_what_it_is(hub: LocalHub, tmp_path: Path) -> None:
+def test_a_tokenizer_alone_passes_as_what_it_is(default_hub: LocalHub, tmp_path: Path) -> None:
     wish = Wish(tmp_path / "tokenizer", tokenizer_only=True)
-    download(wish, Hub(hub.endpoint), Patience(), lambda _: None, lambda _: None)
+    download(wish, Hub(default_hub.endpoint), Patience(), lambda _: None, lambda _: None)
     verdict = prove(wish.directory)
     assert statuses(verdict) == {"vocabulary": PASS, "checksums": PASS}
     assert verdict.partial == "only the tokenizer was asked for"
@@ -284,39 +158,6 @@ def test_the_releases_sizes_are_known_without_a_network(shared_data: Path, tmp_p
     assert details["index file"] == "497,220 tensors in 96 shards"
 
 
-def test_deep_on_the_release_asks_the_hub_and_says_when_it_cannot(
-    shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copyfile(shared_data / "k3-release" / "config.json", tmp_path / "config.json")
-    with serving(LocalHub({"config.json": b"{}"})) as hub, pytest.raises(command.VerifyFailed):
-        command.run(tmp_path, True, False, True, hub.endpoint, False)
-    out = capsys.readouterr().out
-    assert "checksums: config.json: its git-sha1 is" in out
-    with pytest.raises(command.VerifyFailed):
-        hub.refuse = lambda path, headers: (401, {})
-        with serving(hub):
-            command.run(tmp_path, True, False, True, hub.endpoint, False)
-    assert "the checksums cannot be asked for: " in capsys.readouterr().err
-
-
-def test_a_repair_of_what_came_from_nowhere_is_refused(model: Path) -> None:
-    (model / THREE).unlink()
-    with pytest.raises(command.RepairRefused, match="neither a download's note nor the release's"):
-        command.run(model, False, True, True, None, False)
-
-
-def test_a_repair_of_a_folder_that_is_right_asks_nobody(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.run(model, False, True, True, "http://127.0.0.1:9", False)
-    assert "PASS: " in capsys.readouterr().err
-
-
-def test_what_cannot_be_repaired_is_not_advised_to_be(model: Path) -> None:
-    (model / THREE).unlink()
-    with pytest.raises(command.VerifyFailed, match="copy them again, or k3ray download") as failure:
-        command.run(model, False, False, True, None, False)
-    assert "--repair" not in str(failure.value)
-
-
 def test_a_check_of_nothing_is_no_pass(tmp_path: Path, k3b_dir: Path) -> None:
     assert PASS not in statuses(prove(tmp_path)).values()
     for name in ("config.json", "model.safetensors.index.json"):
@@ -324,13 +165,6 @@ def test_a_check_of_nothing_is_no_pass(tmp_path: Path, k3b_dir: Path) -> None:
     found = statuses(prove(tmp_path))
     assert {check for check, status in found.items() if status == PASS} == {"config", "index file"}
     assert {found[check] for check in ("headers", "index against headers", "NaN scales", "each size")} == {UNCHECKED}
-
-
-def test_scales_may_be_left_out_and_it_is_said(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    test_a_nan_scale_is_named_with_its_tensor(model)
-    command.run(model, False, False, False, None, False)
-    said = capsys.readouterr()
-    assert "left out: --no-scales" in said.out and "NaN scales" in said.err.splitlines()[-1]
 
 
 def test_reading_is_told_in_bytes_that_are_read(downloaded: Path) -> None:
@@ -362,14 +196,6 @@ def test_control_c_ends_every_thread_soon(downloaded: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         verify(downloaded, True, None, look, scales=False)
     assert len(pieces) < 1000  # of 9,000
-
-
-def test_a_file_whose_name_commands_the_terminal_is_quoted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copyfile(model / ONE, model / "a\x1b[2J\nPASS.safetensors")
-    with pytest.raises(command.VerifyFailed):
-        command.run(model, False, False, True, None, False)
-    out = capsys.readouterr().out
-    assert "\x1b" not in out and "\nPASS" not in out and "a\\u001b[2J\\nPASS.safetensors" in out
 
 
 def test_no_folder_and_an_empty_one(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from k3ray.commands import verify as command
 from k3ray.download.record import FOLDER
 from k3ray.download.revision import DownloadFailed
 from k3ray.download.verdict import FAIL, Verdict
-from k3ray.download.verification import verify
 from k3ray.download.workplace import NoSpace
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.shard_files import CheckpointError
 from tests.downloads import QUICK, SHARD, assert_exact, fetch, quicken
 from tests.local_hub import Fault, LocalHub
+from tests.verifying import prove
 
 OTHER = "model-00004-of-000005.safetensors"
 
@@ -29,10 +29,6 @@ def downloaded(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     quicken(monkeypatch)
     fetch(hub, tmp_path / "model")
     return tmp_path / "model"
-
-
-def prove(directory: Path) -> Verdict:
-    return verify(directory, False, None, lambda done, total: None)
 
 
 def problems(verdict: Verdict) -> dict[str, dict[str, str]]:
