@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from k3ray.workers.checkpoint import shapes
-from k3ray.workers.checkpoint.a_log import read_a_log
 from k3ray.workers.checkpoint.binding import BindError, Binding, bind
 from k3ray.workers.checkpoint.index import open_index, open_names
 from k3ray.workers.checkpoint.leftovers import unused_line
-from k3ray.workers.checkpoint.tensors import TensorReader, TensorReadError
 from k3ray.workers.model.config import ModelConfig, read_config
+from tests.zero_shards import RELEASED, Table, read_table, write
 
-Table = dict[str, tuple[str, list[int]]]
-RELEASED = "language_model.model."
 EXPERT = f"{RELEASED}layers.3.block_sparse_moe.experts.7.w1.weight_packed"
-BYTES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1, "I8": 1, "Q": 1}
 
 
 @pytest.fixture(scope="module")
@@ -32,28 +26,7 @@ def config(k3b_dir: Path) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def golden(k3b_dir: Path) -> Table:
-    """The golden's names, dtypes and shapes by plain JSON."""
-    table = {}
-    for path in sorted(k3b_dir.glob("*.safetensors")):
-        data = path.read_bytes()
-        for name, entry in json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).items():
-            if name != "__metadata__":
-                table[name] = (entry["dtype"], entry["shape"])
-    return table
-
-
-def write(folder: Path, table: Table) -> Path:
-    """A checkpoint of one shard with these tensors, all zero and sparse."""
-    header = {}
-    end = 0
-    for name, (dtype, shape) in table.items():
-        begin, end = end, end + math.prod(shape) * BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with (folder / "a.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    return folder
+    return read_table(k3b_dir)
 
 
 def bind_table(folder: Path, config: ModelConfig, table: Table) -> Binding:
@@ -367,53 +340,3 @@ def test_fewer_layers_bind_fewer_tensors(k3b_dir: Path, config: ModelConfig, gol
     binding = bind(config.truncated(4), open_index(k3b_dir, []))
     assert binding.left["layers after the last"] == len(later)
     assert binding.num_bound == 1002 - len(later)
-
-
-@pytest.mark.parametrize("shape", [[64], [3], [70], [1, 1, 3, 1]])
-def test_layouts_of_a_log(tmp_path: Path, config: ModelConfig, golden: Table, shape: list[int]) -> None:
-    name = f"{RELEASED}layers.0.self_attn.A_log"
-    index = open_index(write(tmp_path, golden | {name: ("F32", shape)}), [])
-    assert bind(config, index).num_bound == 1002
-    path = tmp_path / "a.safetensors"
-    entry = index.find(name)
-    assert entry is not None
-    values = np.array([0.25, -1.5, 3.0], dtype=np.float32)
-    data = bytearray(path.read_bytes())
-    data[entry.offset : entry.offset + 12] = values.tobytes()
-    path.write_bytes(data)
-    found = read_a_log(TensorReader(open_index(tmp_path, [])), name, 3)
-    assert found.tobytes() == values.tobytes()
-    assert found.shape == (3,)
-
-
-@pytest.mark.parametrize("value", [1.0, -1e-45, float("nan")])
-@pytest.mark.parametrize("place", [3, 63])
-def test_a_tail_that_is_not_zero_is_refused(
-    tmp_path: Path, config: ModelConfig, golden: Table, value: float, place: int
-) -> None:
-    name = f"{RELEASED}layers.0.self_attn.A_log"
-    entry = open_index(write(tmp_path, golden), []).find(name)
-    assert entry is not None
-    data = bytearray((tmp_path / "a.safetensors").read_bytes())
-    data[entry.offset + 4 * place : entry.offset + 4 * place + 4] = np.float32(value).tobytes()
-    (tmp_path / "a.safetensors").write_bytes(data)
-    with pytest.raises(TensorReadError, match=rf"at entry {place} \(1 entries after the 3 heads are not zero\)"):
-        read_a_log(TensorReader(open_index(tmp_path, [])), name, 3)
-
-
-def test_too_short_an_a_log_is_refused_when_read(tmp_path: Path, golden: Table) -> None:
-    name = f"{RELEASED}layers.0.self_attn.A_log"
-    reader = TensorReader(open_index(write(tmp_path, golden | {name: ("F32", [2])}), []))
-    with pytest.raises(TensorReadError, match=r"found F32 \[2\], expected F32 \[3\], or longer with zeros"):
-        read_a_log(reader, name, 3)
-
-
-def test_the_golden_a_log_is_per_head(k3b_dir: Path) -> None:
-    name = f"{RELEASED}layers.4.self_attn.A_log"
-    reader = TensorReader(open_index(k3b_dir, []))
-    stored = reader.read(name)
-    assert stored.shape == (64,)
-    assert not stored[3:].any()
-    assert read_a_log(reader, name, 3).tobytes() == stored[:3].tobytes()
-    with pytest.raises(TensorReadError):
-        read_a_log(reader, name, 2)  # the third head's value is no padding
