@@ -23,7 +23,7 @@ import numpy.typing as npt
 from k3ray.kernels import dense, mxfp4
 from k3ray.kernels.threads import RowPool
 from k3ray.workers.failure import Failure
-from k3ray.workers.half_written import beside
+from k3ray.workers.half_written import beside, remove_abandoned
 from k3ray.workers.tape.direct_io import PAGE_BYTES, Bytes, DirectFile, prefaulted, slot_bytes
 from k3ray.workers.tape.layout import DEFAULT_CHUNK_BYTES
 
@@ -35,6 +35,7 @@ LARGEST_BYTES = 8 << 30  # read for each of them
 FEWEST_PIECES = 4  # of a file, or its figure says nothing
 MOST_FILES = 16
 TEST_FILE_BYTES = 2 << 30
+TEST_FILE_PREFIX = ".k3ray-devbw-"
 MEMORY_BYTES = 256 << 20
 PASSES = 5
 
@@ -193,12 +194,13 @@ def written_file(
     """A file of random bytes in the folder, on the disk when this yields, gone at the end. Raises DeviceFailure."""
     if not folder.is_dir():
         raise NothingToMeasure(f"--write {folder}: expected a folder to write the test file into")
+    remove_abandoned(folder, TEST_FILE_PREFIX)
     free_bytes = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free_bytes < nbytes + nbytes // 10:
         raise DeviceFailure(f"--write {folder}: found {free_bytes:,} bytes free, expected at least {nbytes:,}")
     block = random.Random(0).randbytes(min(nbytes, 32 << 20))
     try:
-        with beside(folder, ".k3ray-devbw-") as (file, path):
+        with beside(folder, TEST_FILE_PREFIX) as (file, path):
             for done in range(0, nbytes, len(block)):
                 file.write(block[: nbytes - done])
                 progress(min(done + len(block), nbytes), nbytes)

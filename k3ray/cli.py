@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import NoReturn
 
 import typer
 
 from k3ray import cli_checkpoint, cli_cluster, cli_memory, cli_model, cli_proof
+from k3ray.standard_streams import StandardStreams
 from k3ray.workers.failure import Failure
 
 app = typer.Typer(
@@ -48,40 +48,40 @@ INTERRUPTED = 130
 
 def main() -> NoReturn:
     """Run the command line; a failure that the user can act on is one message, never a traceback."""
-    _open_closed_streams()
+    streams = StandardStreams()
     try:
-        code = app(standalone_mode=False)
+        code = _run()
+    except OSError as error:
+        lost = streams.lost_answer()
+        if lost is None or lost.errno != error.errno:
+            raise
+        code = 1
+    lost = streams.lost_answer()
+    if lost is not None and not isinstance(lost, BrokenPipeError):  # a reader who has seen enough need not be told
+        _tell(f"standard output: {lost.strerror}; what was to be printed is not all there")
+    sys.exit(code or (1 if lost is not None else 0))
+
+
+def _run() -> int:
+    """Do what the arguments ask for, say why where it cannot be done; the exit code."""
+    try:
+        code = int(app(standalone_mode=False) or 0)
     except Failure as failure:
         _tell(str(failure))
-        sys.exit(failure.exit_code)
+        return failure.exit_code
     except typer.Exit as ending:
         code = ending.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except BrokenPipeError:
-        sys.exit(1)
     except Exception as error:
         if hasattr(error, "format_message"):  # the option parser's own usage errors
             if message := error.format_message():  # empty where the help was printed instead
                 _tell(f"{message} (see k3ray --help)")
-            sys.exit(2)
+            return 2
         raise
     if code == INTERRUPTED:
         _tell("interrupted; nothing is left running")
-    sys.exit(code or 0)
-
-
-def _open_closed_streams() -> None:
-    """Let what goes to a stream that was closed (2>&-) go nowhere: the next file to be opened would have its number,
-    and Ray asks for a standard error.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            if nowhere != number:
-                os.dup2(nowhere, number)
-                os.close(nowhere)
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+    return code
 
 
 def _tell(message: str) -> None:
