@@ -11,12 +11,13 @@ import typer
 from rich.table import Table
 
 from k3ray.cluster.budget_plan import gigabytes
+from k3ray.cluster.memory_parts import ACTOR_BYTES
 from k3ray.cluster.topology import COMPARED_VERSIONS, NodeFacts, NodeSpeeds, Verdict
 from k3ray.commands.budget import wide_console
 from k3ray.commands.terminal import say
 from k3ray.environment import read_environment
 from k3ray.model_source import find_model
-from k3ray.nodes import find_nodes
+from k3ray.nodes import Nodes, find_nodes
 from k3ray.workers.counted import counted
 
 TABLE_WIDTH = 80  # characters below which the table's nine columns cannot be read
@@ -35,17 +36,25 @@ def run(model_dir: Path | None, tape: Path | None, roots: Path | None, measure: 
         print(json.dumps({"nodes": records}, indent=1))
     else:
         print_nodes(nodes.verdicts)
-    left_out = [one for one in nodes.verdicts if not one.usable]
-    memory = gigabytes(sum(node.available_bytes for node in nodes.usable))
-    if left_out:
-        say(
-            f"{len(nodes.usable)} of {len(nodes.verdicts)} nodes can take part, with {memory}; left out: "
-            f"{', '.join(one.node.name for one in left_out)}; the reasons are above"
-        )
+    say(conclusion(nodes, source.model_dir))
+    if not all(one.usable for one in nodes.verdicts):
         raise typer.Exit(1)
+
+
+def conclusion(nodes: Nodes, model_dir: Path) -> str:
+    """The last line: how many take part with how much, which of them have nothing to give, and what comes next."""
+    left_out = [one.node.name for one in nodes.verdicts if not one.usable]
     count = len(nodes.usable)
-    all_of = "the one node" if count == 1 else f"all {count} nodes"
-    say(f"{all_of} can take part, with {memory}; next: k3ray plan {source.model_dir}")
+    which = "the one node" if count == 1 else f"all {count} nodes"
+    which = f"{count} of {counted(len(nodes.verdicts), 'node')}" if left_out else which
+    with_memory = f"with {gigabytes(sum(node.available_bytes for node in nodes.usable))}"
+    empty = [node.name for node in nodes.usable if node.available_bytes < ACTOR_BYTES]
+    if empty:
+        have = "has" if len(empty) == 1 else "have"
+        with_memory += f", of which {len(empty)} {have} no memory left for a part of any model: {', '.join(empty)}"
+    if left_out:
+        return f"{which} can take part, {with_memory}; left out: {', '.join(left_out)}; the reasons are above"
+    return f"{which} can take part, {with_memory}; next: k3ray plan {model_dir}"
 
 
 def print_nodes(verdicts: Sequence[Verdict]) -> None:

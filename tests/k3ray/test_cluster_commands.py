@@ -14,10 +14,13 @@ from rich.console import Console
 from k3ray.cluster.plan_file import read_plan
 from k3ray.cluster.seats import ClusterWishes, PlacementFailure
 from k3ray.cluster.strict_toml import TomlFailure
+from k3ray.cluster.topology import NodeFacts, Verdict
 from k3ray.commands import nodes, plan
 from k3ray.files import OutputFailure
+from k3ray.nodes import Nodes
 from k3ray.workers.model.config import read_config
 
+GB = 10**9
 Captured = pytest.CaptureFixture[str]
 CLUSTER = '[[node]]\nname = "host"\ncount = 3\nmemory = "64G"\ncores = 16\nmemory_gb_s = 100\ndisk_gb_s = 3.2\n'
 
@@ -70,9 +73,35 @@ def test_a_node_that_is_left_out_ends_with_1_and_its_reason(k3b_dir: Path, tmp_p
     with pytest.raises(typer.Exit) as ending:
         nodes.run(model, None, None, False, as_json=False)
     printed = capsys.readouterr()
-    assert ending.value.exit_code == 1 and "left out" in printed.out and "0 of 1 nodes can take part" in printed.err
+    assert ending.value.exit_code == 1 and "left out" in printed.out and "0 of 1 node can take part" in printed.err
     with pytest.raises(PlacementFailure, match="no node can take part"):
         planned(model, None)
+
+
+@pytest.mark.parametrize(
+    ("left", "reasons", "said"),
+    [
+        ((0, 5 * GB, 4 * GB), ((), (), ()), "all 3 nodes can take part, with 9.00 GB, of which 1 has {no}: n0; next:"),
+        ((1, 5 * GB, 0), ((), (), ()), "all 3 nodes can take part, with 5.00 GB, of which 2 have {no}: n0, n2; next:"),
+        ((9 * GB, 0, 0), ((), (), ("why",)), "2 of 3 nodes can take part, with 9.00 GB, of which 1 has {no}: n1; left"),
+        ((GB, 2 * GB), ((), ()), "all 2 nodes can take part, with 3.00 GB; next: k3ray plan /model"),
+    ],
+)
+def test_nodes_with_nothing_left_are_named(
+    left: tuple[int, ...], reasons: tuple[tuple[str, ...], ...], said: str
+) -> None:
+    """`ray start --memory=1`, or another run that holds it all: the node is sound, but no part can go there now."""
+    facts = [NodeFacts(str(i), f"n{i}", available_bytes=nbytes) for i, nbytes in enumerate(left)]
+    found = Nodes(tuple(Verdict(node, why) for node, why in zip(facts, reasons, strict=True)))
+    expected = said.format(no="no memory left for a part of any model")
+    assert nodes.conclusion(found, Path("/model")).startswith(expected)
+
+
+def test_a_node_that_is_only_busy_ends_with_0(k3b_dir: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = NodeFacts("n", "host", available_bytes=0, decided_by="Ray")
+    monkeypatch.setattr(nodes, "find_nodes", lambda *_: Nodes((Verdict(busy, ()),)))
+    nodes.run(k3b_dir, None, None, False, as_json=False)
+    assert "the one node can take part, with 0, of which 1 has no memory left" in capsys.readouterr().err
 
 
 def test_roots_name_this_machine_or_are_refused(k3b_dir: Path, tmp_path: Path, capsys: Captured) -> None:
