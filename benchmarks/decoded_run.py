@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.replayed_experts import Routing
 from k3ray.cluster.actor_chain import ActorChain
+from k3ray.cluster.actor_peaks import peak_memory
 from k3ray.cluster.placed_plan import placed_plan
 from k3ray.cluster.placement import Placement
 from k3ray.cluster.ray_runtime import RaySettings, ray_runtime
@@ -64,7 +65,7 @@ def decode(
         ending.callback(actors.stop)
         actors.load()
         driver = Driver(RecoveringChain(actors, RecoverySettings(snapshot_every=0)))
-        return replace(decoded(driver, actors, config, gen, pause), peaks=actors.peak_memory())
+        return replace(decoded(driver, actors, config, gen, pause), peaks=peak_memory(actors))
 
 
 def decoded(

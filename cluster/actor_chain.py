@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import ray
 
-from k3ray.cluster.actor_calls import ActorGone, ActorId, all_actors
+from k3ray.cluster.actor_calls import ActorId, all_actors
 from k3ray.cluster.loading_watch import loaded_in_turn
 from k3ray.cluster.plan import Plan, far_ends, with_spec
 from k3ray.cluster.ray_answers import answer_of
@@ -26,8 +24,6 @@ from k3ray.workers.process_report import ProcessReport
 from k3ray.workers.specs import ShardSpec, StageSpec, part_name
 
 Options = Callable[[float, int | None, str, str | None], dict[str, Any]]
-PEAK_S = 5.0  # actors that have not said their memory by then are left out
-HURRIED_PEAK_S = 1.0  # of a run that is ending before its time
 NUM_CPUS = 0  # the plan shares the cores out; Ray must not make an actor wait for one
 
 
@@ -152,17 +148,6 @@ class ActorChain:
     def counts(self) -> IoCounts:
         """Return what all actors have read since they were loaded."""
         return sum((answer_of(actor.counts.remote()) for actor in [*self._stages, *self._shards]), IoCounts())
-
-    def peak_memory(self, within_s: float = PEAK_S) -> dict[str, int]:
-        """Return the most that each actor has held, by what it holds; who is gone or does not answer is left out."""
-        asked = {}
-        for actor in all_actors(self):
-            asked[self.part_of(actor)] = self.call_aside(actor, "peak_memory")
-        found, ends = {}, time.monotonic() + within_s
-        for part, ref in asked.items():
-            with suppress(ActorGone):
-                found[part] = int(self.result(ref)) if self.is_done(ref, max(0.0, ends - time.monotonic())) else 0
-        return {part: nbytes for part, nbytes in found.items() if nbytes}
 
     def stop(self) -> None:
         """End every actor."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from k3ray.cluster.actor_calls import ActorId, all_actors
-from k3ray.cluster.actor_chain import HURRIED_PEAK_S, PEAK_S, ActorChain
+from k3ray.cluster.actor_chain import ActorChain
+from k3ray.cluster.actor_peaks import HURRIED_PEAK_S, PEAK_S, peak_memory
 from k3ray.cluster.budget_plan import BudgetPlan, gigabytes
 from k3ray.cluster.living_nodes import LivingNodes, PlacedRun
 from k3ray.cluster.machine import is_in_memory
@@ -105,7 +106,7 @@ class Run:
         """
         if self.placed is None:
             return {}
-        return self.actors.peak_memory(PEAK_S if whole else HURRIED_PEAK_S)
+        return peak_memory(self.actors, PEAK_S if whole else HURRIED_PEAK_S)
 
     def unanswered(self, far_peaks: Mapping[str, int]) -> str:
         """A line on the actors of a cluster of which nothing was heard at the end; empty where all have answered."""
