@@ -29,6 +29,7 @@ from k3ray.cluster.recovery_plan import RecoverySettings
 from k3ray.cluster.seat_costs import LayerCosts
 from k3ray.cluster_report import MessageReport, NodeReport, message_report, node_reports
 from k3ray.environment import read_environment
+from k3ray.kernels.compile import cache_directory
 from k3ray.memory import MemoryWish, declared_on, plan_memory
 from k3ray.placing import ClusterWish, Placed, place_run
 from k3ray.report import Settings
@@ -187,6 +188,12 @@ def kept_in_memory(request: RunRequest, positions: int) -> Iterator[str]:
         )
 
 
+def kernels_compiled() -> bool:
+    """Whether an earlier run left this version's machine code on this host, which its actors need not make again."""
+    folder = cache_directory()
+    return folder is not None and next(folder.rglob("*.nbc"), None) is not None
+
+
 def _connect(request: RunRequest, workers: int, running: ExitStack, say: Say) -> RayRuntime:
     runtime = running.enter_context(ray_runtime(RaySettings(request.address, workers=workers)))
     say(runtime.describe())
@@ -219,6 +226,8 @@ def _start(
         if report.note:
             say(f"{actors.part_of(actor)}: {report.note}")
 
+    if not kernels_compiled():
+        say("compiling the kernels, once for this machine, for up to a minute")
     actors.load(loaded=lambda part: say(f"loaded: {part}"))
     for actor, report in actors.loaded_reports():
         watch(actor, report)
