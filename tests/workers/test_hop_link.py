@@ -180,14 +180,15 @@ def test_a_shard_that_is_replaced_while_it_is_waited_for(doors: Callable[..., Ho
         found.set_result(shard.collect(shard.submit(pa.py_buffer(b"x"))).to_pybytes())
 
     threading.Thread(target=step, daemon=True).start()
-    assert asked.wait(5)
-    unused = shard.replace(new, 1)
-    assert unused is old
-    old.close()
-    assert wait([found], 5).done, "it waits for the one that is gone"
-    assert found.result() == b"answer to x"
-    hung.set()
-    new.close()
+    try:
+        assert asked.wait(5)
+        assert shard.replace(new, 1) is old
+        old.close()
+        assert wait([found], 5).done, "it waits for the one that is gone"
+        assert found.result() == b"answer to x"
+    finally:
+        hung.set()
+        new.close()
 
 
 def test_a_link_whose_shard_is_gone_says_so_until_it_is_replaced(doors: Callable[..., HopDoor]) -> None:
