@@ -17,6 +17,7 @@ from k3ray.workers.checkpoint.header_json import show_name
 from k3ray.workers.checkpoint.index_file import IndexFile
 from k3ray.workers.checkpoint.index_table import TensorIndex
 from k3ray.workers.checkpoint.names import Keys, NameTable, numbers_of
+from k3ray.workers.counted import counted
 from k3ray.workers.model.config_document import KDA, TEXT
 from k3ray.workers.model.config_rules import RELEASED
 
@@ -75,7 +76,7 @@ def _total(artifact: Artifact, rows: Sequence[KindRow]) -> list[Statement]:
     if files is not None:
         shards = len(artifact.index.shards)
         source = "the files' sizes" if by_headers else "the published sizes beside the index"
-        text = f"{number(files)} in {shards} shards"
+        text = f"{number(files)} in {counted(shards, 'shard')}"
         found.append(said("files.bytes", "tensors", "O", "bytes of the shard files", text, source))
         if known and not artifact.missing:
             source += ", less the tensors' bytes"

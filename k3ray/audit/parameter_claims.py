@@ -13,6 +13,7 @@ from k3ray.audit.recorded import a_log_readers
 from k3ray.audit.snapshot import KindRow, Statement
 from k3ray.audit.statistics import PERCENTILES
 from k3ray.workers.checkpoint import shapes
+from k3ray.workers.counted import counted
 
 _RULE = "g[h, i] = lower_bound * sigmoid(exp(A_log[h]) * (z[h, i] + dt_bias[h, i])): one A_log a head"
 
@@ -103,7 +104,7 @@ def _finite(values: Values) -> Statement:
         for (layer, short) in sorted(values.arrays)
         if not np.isfinite(values.widened(layer, short)).all()
     ]
-    found = f"{number(count)} values of {len(values.arrays)} tensors are finite"
+    found = f"{counted(count, 'value')} of {counted(len(values.arrays), 'tensor')} are finite"
     expected = found
     if wrong:
         found = f"values that are NaN or infinite in {', '.join(wrong)}"

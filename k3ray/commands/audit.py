@@ -26,6 +26,7 @@ from k3ray.commands.terminal import say
 from k3ray.environment import Environment, read_environment
 from k3ray.files import check_writable, write_file
 from k3ray.model_source import find_model
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -109,12 +110,13 @@ def conclusion(snapshot: Snapshot, written: list[str], request: AuditRequest) ->
     wrong = len(snapshot.disagreements)
     agreeing = sum(statement.agrees is True for statement in snapshot.statements)
     source = snapshot.source
-    verdict = f"{agreeing} statements agree" + (f", {wrong} DISAGREE (listed first)" if wrong else ", none disagrees")
+    verdict = f"{counted(agreeing, 'statement')} {'agrees' if agreeing == 1 else 'agree'}, "
+    verdict += f"{wrong} DISAGREE (listed first)" if wrong else "none disagrees"
     read = f"read {decimal_size(source.fetched_bytes)}"
     if source.total_bytes:
         share = 100 * source.fetched_bytes / source.total_bytes
         read += f", {share:.3g} % of the shards' {decimal_size(source.total_bytes)}"
-    read += f", in {source.requests} requests" if source.kind == "http" else ""
+    read += f", in {counted(source.requests, 'request')}" if source.kind == "http" else ""
     # what the user typed may hold a password; the address that was made of it does not
     name = source.address if source.kind == "http" or request.source is None else request.source
     if wrong:

@@ -16,6 +16,7 @@ from k3ray.download.hub import Hub
 from k3ray.download.patience import Patience
 from k3ray.download.selection import SelectionError, parse_layers
 from k3ray.environment import read_environment
+from k3ray.workers.counted import counted
 
 MAX_WORKERS = 32
 
@@ -76,13 +77,13 @@ def _about_token(hub: Hub) -> str:
 
 def _tell(summary: Summary) -> None:
     rate = summary.fetched_bytes / max(summary.seconds, 1e-9)
-    again = ""
+    again, are = "", "is" if summary.num_files == 1 else "are"
     if summary.transferred_again_bytes:
         again = f", {decimal_size(summary.transferred_again_bytes)} came again from a server that ignores ranges"
     kept = f"{summary.kept_files} of them kept from before, " if summary.kept_files else ""
     say(
-        f"downloaded {summary.repository} at {summary.commit}: {summary.num_files} files of "
-        f"{decimal_size(summary.num_bytes)} are here, {kept}{decimal_size(summary.fetched_bytes)} fetched in "
+        f"downloaded {summary.repository} at {summary.commit}: {counted(summary.num_files, 'file')} of "
+        f"{decimal_size(summary.num_bytes)} {are} here, {kept}{decimal_size(summary.fetched_bytes)} fetched in "
         f"{duration(summary.seconds)} ({decimal_size(int(rate))}/s){again}"
     )
     if summary.layers is not None:

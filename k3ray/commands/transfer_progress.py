@@ -9,14 +9,19 @@ from typing import Any
 from k3ray.amounts import decimal_size
 from k3ray.commands.terminal import SECONDS_BETWEEN_LINES, pace, say, start_bar
 from k3ray.download.counts import Reached
+from k3ray.workers.counted import counted
 
 
 def line_of(reached: Reached, recent_bytes_per_s: float) -> str:
     """One line about how far a download is."""
     return (
         f"downloading: {decimal_size(reached.here)} of {decimal_size(reached.of)}, "
-        f"{reached.files_done} of {reached.num_files} files{pace(reached.of - reached.here, recent_bytes_per_s)}"
+        f"{_files(reached)}{pace(reached.of - reached.here, recent_bytes_per_s)}"
     )
+
+
+def _files(reached: Reached) -> str:
+    return f"{reached.files_done} of {counted(reached.num_files, 'file')}"
 
 
 class TransferProgress:
@@ -41,7 +46,7 @@ class TransferProgress:
     def update(self, reached: Reached) -> None:
         """Show it."""
         if self._bar is not None:
-            doing = f"downloading, {reached.files_done} of {reached.num_files} files"
+            doing = f"downloading, {_files(reached)}"
             if self._task is None:  # what was here already is no speed
                 self._task = self._bar.add_task(doing, completed=reached.here, total=reached.of)
             self._bar.update(self._task, completed=reached.here, total=reached.of, description=doing)

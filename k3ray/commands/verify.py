@@ -25,6 +25,7 @@ from k3ray.download.verdict import FAIL, PASS, Verdict
 from k3ray.download.verification import verify
 from k3ray.environment import read_environment
 from k3ray.workers.checkpoint.header_json import show_name
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 LISTED = 10
@@ -141,7 +142,7 @@ def conclude(verdict: Verdict, directory: Path) -> None:
         left = [found.check for found in verdict.findings if found.status not in (PASS, FAIL)]
         unchecked = f"; not checked: {', '.join(left)}" if left else ""
         step = f"k3ray download {directory} for the rest" if verdict.partial else f"k3ray inspect {directory}"
-        say(f"PASS: {checks} checks{part}{unchecked}; next: {step}")
+        say(f"PASS: {counted(checks, 'check')}{part}{unchecked}; next: {step}")
         return
     failed = ", ".join(found.check for found in verdict.findings if found.status == FAIL)
     again = verdict.fetch_again

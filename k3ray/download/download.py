@@ -25,6 +25,7 @@ from k3ray.download.selection import CONFIG, TOKENIZER, ShardMap, all_shards, in
 from k3ray.download.stream import Line, new_client
 from k3ray.download.workplace import Workplace, occupied, telling_disk
 from k3ray.workers.checkpoint.index_file import read_index_file
+from k3ray.workers.counted import counted
 
 Say = Callable[[str], None]
 Look = Callable[[Reached], None]
@@ -166,7 +167,7 @@ class _Work:
             job.expect()
         if failures := self._run_jobs(jobs, setting):
             listed = "".join(f"\n  {failure}" for failure in failures[:20])
-            raise DownloadFailed(f"{len(failures)} of {len(names)} files could not be fetched:{listed}")
+            raise DownloadFailed(f"{len(failures)} of {counted(len(names), 'file')} could not be fetched:{listed}")
 
     def _run_jobs(self, jobs: list[FileJob], setting: Setting) -> list[FetchFailed]:
         """Run the jobs; those given up because the line broke once more, as long as other files get through."""

@@ -10,6 +10,7 @@ from k3ray.download.hub import Listing
 from k3ray.workers.checkpoint.binding import PREFIXES
 from k3ray.workers.checkpoint.index_file import NAMES as INDEX_NAMES
 from k3ray.workers.checkpoint.index_file import IndexFile
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 CONFIG = "config.json"
@@ -103,7 +104,7 @@ def all_shards(listing: Listing, shard_map: ShardMap | None) -> frozenset[str]:
     missing = sorted(set(shard_map.shards) - here)
     if missing:
         raise SelectionError(
-            f"{listing.repository}: its index names {len(shard_map.shards)} shards, {len(missing)} of which the "
-            f"repository does not have at {listing.commit}, the first is {missing[0]}"
+            f"{listing.repository}: its index names {counted(len(shard_map.shards), 'shard')}, {len(missing)} of "
+            f"which the repository does not have at {listing.commit}, the first is {missing[0]}"
         )
     return frozenset(shard_map.shards)

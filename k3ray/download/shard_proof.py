@@ -15,6 +15,7 @@ from k3ray.workers.checkpoint.header import ShardHeader, read_header
 from k3ray.workers.checkpoint.header_json import HeaderError, show_name
 from k3ray.workers.checkpoint.index_file import IndexFile
 from k3ray.workers.checkpoint.tensors import count_nan_scales
+from k3ray.workers.counted import counted
 
 SCALE = ".weight_scale"
 SHOWN = 3
@@ -102,7 +103,7 @@ def _difference(found: list[str], stated: list[str]) -> str:
     more, fewer = sorted(here - expected), sorted(expected - here)
     parts = []
     if more:
-        parts.append(f"{len(more)} tensors that the index does not place here, such as {show_name(more[0])}")
+        parts.append(f"{counted(len(more), 'tensor')} that the index does not place here, such as {show_name(more[0])}")
     if fewer:
         parts.append(f"without {len(fewer)} that it does, such as {show_name(fewer[0])}")
     return "holds " + " and ".join(parts) if parts else "is stated with a tensor more than once in the index"

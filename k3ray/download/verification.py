@@ -23,6 +23,7 @@ from k3ray.download.workplace import Workplace
 from k3ray.workers.checkpoint.binding import bind
 from k3ray.workers.checkpoint.index import open_index
 from k3ray.workers.checkpoint.shard_files import SUFFIX, shard_names_in
+from k3ray.workers.counted import counted
 from k3ray.workers.failure import Failure
 
 ONLY_TOKENIZER = "only the tokenizer was asked for"
@@ -85,12 +86,12 @@ def _small_files(known: Known) -> list[Finding]:
     if known.config is not None:
         config = known.config
         which = "the release's" if known.released else "not the release's"
-        detail = f"{config.num_hidden_layers} layers, {config.num_experts} experts: {which}"
+        detail = f"{counted(config.num_hidden_layers, 'layer')}, {counted(config.num_experts, 'expert')}: {which}"
         findings.append(finding("config", detail))
     else:
         findings.append(finding("config", CONFIG, [Problem(CONFIG, known.config_problem or "cannot be read")]))
     if known.index is not None:
-        detail = f"{len(known.index.names):,} tensors in {len(known.index.shard_names)} shards"
+        detail = f"{counted(len(known.index.names), 'tensor')} in {counted(len(known.index.shard_names), 'shard')}"
         findings.append(finding("index file", detail))
     elif known.index_problem is not None and known.index_name is not None:
         findings.append(finding("index file", known.index_name, [Problem(known.index_name, known.index_problem)]))
@@ -143,16 +144,15 @@ def _sizes(here: dict[str, int], no_files: list[Problem], foreign: list[str], kn
 def _contents(workplace: Workplace, shards: list[ShardProof], known: Known, whole: bool) -> list[Finding]:
     """Headers, the index against them, the text model. whole: all shards are here, and no other."""
     tensors = sum(proof.num_tensors for proof in shards)
-    headers = finding(
-        "headers", f"{len(shards)} shards, {tensors:,} tensors", [p for proof in shards for p in proof.header]
-    )
+    detail = f"{counted(len(shards), 'shard')}, {counted(tensors, 'tensor')}"
+    headers = finding("headers", detail, [p for proof in shards for p in proof.header])
     if not shards:
         headers = unchecked("headers", "no shard is here")
     if known.index is None:
         index = unchecked("index against headers", "there is no index file that can be read")
     else:
         readable = [proof for proof in shards if not proof.header and proof.name in known.index.shard_names]
-        detail = f"{len(readable)} of {len(known.index.shard_names)} shards"
+        detail = f"{len(readable)} of {counted(len(known.index.shard_names), 'shard')}"
         index = finding("index against headers", detail, explain_strays(readable, known.index))
         if not readable:
             index = unchecked("index against headers", "no header of its shards can be read")
@@ -164,7 +164,7 @@ def _nan_scales(workplace: Workplace, shards: list[ShardProof], reading: Reading
     """The scale bytes of every shard whose header can be read."""
     scaled = [proof for proof in shards if proof.scale_bytes]
     unread = sum(bool(proof.header) for proof in shards)
-    beside = f"; {unread} shards could not be read" if unread else ""
+    beside = f"; {counted(unread, 'shard')} could not be read" if unread else ""
     if not scaled:
         return unchecked(NAN, "there is no shard with scales" + beside)
     reading.expect(sum(proof.scale_bytes for proof in scaled))
@@ -176,7 +176,7 @@ def _nan_scales(workplace: Workplace, shards: list[ShardProof], reading: Reading
     problems = [problem for proof in proofs for problem in proof.nan]
     free = "" if problems else " without a NaN"
     tensors, read = sum(proof.num_tensors for proof in proofs), sum(proof.num_bytes for proof in proofs)
-    return finding(NAN, f"{tensors:,} scale tensors{free}, {decimal_size(read)} read{beside}", problems)
+    return finding(NAN, f"{counted(tensors, 'scale tensor')}{free}, {decimal_size(read)} read{beside}", problems)
 
 
 def _bound(workplace: Workplace, known: Known, sound: bool) -> Finding:
@@ -192,7 +192,7 @@ def _bound(workplace: Workplace, known: Known, sound: bool) -> Finding:
         binding = bind(known.config, open_index(workplace.directory))
     except Failure as error:
         return finding(check, "its tensors", [Problem(CONFIG, str(error), refetch=False)])
-    return finding(check, f"{binding.num_bound:,} tensors bound, {binding.num_left:,} left alone")
+    return finding(check, f"{counted(binding.num_bound, 'tensor')} bound, {binding.num_left:,} left alone")
 
 
 def _checksums(
@@ -210,10 +210,10 @@ def _checksums(
     plan = plan_checksums(workplace, names, known.files, known.record, suspects, deep)
     if not plan.to_read and not plan.trusted:
         advice = "the hub's are not here: --deep asks for them" if known.released else "no note of a download is here"
-        return unchecked("checksums", f"of {len(plan.unknown)} files: {advice}"), []
+        return unchecked("checksums", f"of {counted(len(plan.unknown), 'file')}: {advice}"), []
     reading.expect(plan.num_bytes)
     problems, proven = prove_checksums(workplace, plan, reading)
-    parts = [f"{len(plan.to_read)} files read and compared"]
+    parts = [f"{counted(len(plan.to_read), 'file')} read and compared"]
     if plan.trusted:
         parts.append(f"{len(plan.trusted)} unchanged since they were right (--deep reads them)")
     if plan.unknown:
