@@ -67,6 +67,36 @@ def ignored_signals() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Holds Ctrl-C and requests to end until its end, for a few statements that must be done together or not at all.
+
+    A second one comes through at once. In other threads than the main one, which get none, nothing is held.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    held: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append((number, frame))
+        if len(held) > 1:
+            handlers[signal.Signals(number)](number, frame)
+
+    try:
+        for number in handlers:
+            signal.signal(number, hold)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if len(held) == 1:
+            number, frame = held[0]
+            handlers[signal.Signals(number)](number, frame)
+
+
 def _set(number: signal.Signals, handler: Handler) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(number, handler)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from k3ray.cluster.signals import held_signals
 from k3ray.workers.failure import Failure
 from k3ray.workers.frames import STEP_TOKENS, ActivationFrame, decode_logits, encode_activations
 from k3ray.workers.model.snapshot import StatePiece
@@ -178,7 +179,8 @@ class Driver:
         self._in_flight.clear()
         self._answers = {session: [] for session in tokens}
         for frame in self._frames(tokens, every_position):
-            self._in_flight.append((frame, self._chain.submit(encode_activations(frame))))
+            with held_signals():  # a step that some stages were sent and nobody waits for would be lost
+                self._in_flight.append((frame, self._chain.submit(encode_activations(frame))))
             if len(self._in_flight) > self._chain.num_stages:  # a stage has one frame at work and one waiting
                 self._collect_oldest()
         self._collect_all()
@@ -226,8 +228,9 @@ class Driver:
             and np.array_equal(answer.positions, frame.positions[wanted])
         ):
             raise StepMismatch(f"step {frame.step} was answered by step {answer.step}, or for other positions")
-        self._in_flight.popleft()
-        for session in np.unique(answer.sessions).tolist():
-            self._answers[session].append(answer.logits[answer.sessions == session].copy())
-        for session, low, high in frame.segments():
-            self._sessions[session].committed.extend(frame.ids[low:high].tolist())
+        with held_signals():  # the stages have applied it: all of it is committed, or it is collected again
+            self._in_flight.popleft()
+            for session in np.unique(answer.sessions).tolist():
+                self._answers[session].append(answer.logits[answer.sessions == session].copy())
+            for session, low, high in frame.segments():
+                self._sessions[session].committed.extend(frame.ids[low:high].tolist())

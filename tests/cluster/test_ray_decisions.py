@@ -13,7 +13,7 @@ import pytest
 from k3ray.cluster import ray_directory, ray_join, ray_settings
 from k3ray.cluster.ray_driver import RayFailure, variables
 from k3ray.cluster.ray_head import lean_raylet
-from k3ray.cluster.signals import children_shielded, ignored_signals, unwinding_signals
+from k3ray.cluster.signals import children_shielded, held_signals, ignored_signals, unwinding_signals
 
 MIB = 1 << 20
 
@@ -133,6 +133,21 @@ def test_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError
     assert os.environ["K3RAY_A"] == "old"
     assert "K3RAY_B" not in os.environ
+
+
+def test_a_held_signal_comes_at_the_end_and_a_second_one_at_once() -> None:
+    before, done = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), held_signals():
+        signal.raise_signal(signal.SIGINT)
+        done.append("first")
+    with pytest.raises(KeyboardInterrupt), held_signals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("never")
+    assert done == ["first"] and signal.getsignal(signal.SIGINT) is before
+    with held_signals():
+        done.append("undisturbed")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_signal_unwinds_the_stack_and_handlers_of_others_stay() -> None:

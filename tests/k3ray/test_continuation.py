@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,32 @@ def test_an_interruption_anywhere(
     assert document.prompt_ids == PROMPT and document.generated_ids == [token_id for token_id, _ in found]
     if sent:  # what was under way has been waited for
         assert document.num_committed > 0
+    assert found + run(place(2, 0), [], load=path, gen=GEN - len(found)) == expected[:GEN]
+
+
+def test_an_interruption_while_a_step_is_sent_does_not_lose_it(
+    place: Place, expected: Bits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when the stages have the step and the driver does not yet know that it sent it."""
+    placed, path = place(3, 0, 1, 4), tmp_path / "state"
+    calls, original = iter(range(1, 100)), placed.chain.submit
+
+    def interrupt(message: Any) -> Any:
+        ticket = original(message)
+        if next(calls) == 8:
+            signal.raise_signal(signal.SIGINT)
+        return ticket
+
+    state = Continuation(placed.checkpoint, None, path, lambda line: None)
+    found: Bits = []
+    with state.begin(placed.driver, PROMPT, GEN, True) as sequence:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as interruption:
+            patched.setattr(placed.chain, "submit", interrupt)
+            for step in sequence.steps(GEN):
+                found.append((step.token_id, step.logits.tobytes()))
+        state.save_after(interruption.value, placed.driver, sequence)
+    assert 0 < len(found) < GEN
+    assert open_state(path).document.num_committed == len(PROMPT) + len(found)
     assert found + run(place(2, 0), [], load=path, gen=GEN - len(found)) == expected[:GEN]
 
 
