@@ -49,7 +49,7 @@ def k3a_dir(shared_data: Path) -> Path:
     return shared_data / "golden" / "k3a"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
     """A Ray cluster of three hosts (tests/ray_hosts.py), for tests that leave all of them alive and connected.
 

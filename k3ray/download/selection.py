@@ -104,7 +104,7 @@ def all_shards(listing: Listing, shard_map: ShardMap | None) -> frozenset[str]:
     missing = sorted(set(shard_map.shards) - here)
     if missing:
         raise SelectionError(
-            f"{listing.repository}: its index names {counted(len(shard_map.shards), 'shard')}, {len(missing)} of "
+            f"{listing.repository}: its index names {counted(len(shard_map.shards), 'shard')}, {len(missing):,} of "
             f"which the repository does not have at {listing.commit}, the first is {missing[0]}"
         )
     return frozenset(shard_map.shards)

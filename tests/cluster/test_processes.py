@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +27,47 @@ sys.stdin.read()
 """
 
 
+# A process of ours has children that other tests left, so what is counted here has a parent of its own: it takes one
+# step for every line that it gets, and says when it is done.
+STEPS = """
+import subprocess, sys
+print("ready", flush=True)
+for step in sys.argv[2:]:
+    sys.stdin.readline()
+    if step == "start":
+        command = [sys.executable, "-S", "-c", sys.argv[1], "40"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        child.stdout.readline()
+    elif step == "end":
+        child.stdin.close()
+        child.wait()
+    else:
+        with open(step, "rb") as file:
+            while file.read(1 << 20):
+                pass
+    print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def stepping(*steps: str) -> Iterator[tuple[int, Callable[[], None]]]:
+    """(process id, take a step) of a process that starts and ends a child that holds 40 MiB, or reads a file."""
+    command = [sys.executable, "-S", "-c", STEPS, HOLD, *steps]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
+
+        def step() -> None:
+            assert process.stdout is not None and process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "done\n"
+
+        yield process.pid, step
+        process.stdin.close()
+
+
 @contextmanager
 def holder(mib: int, program: str = HOLD) -> Iterator[subprocess.Popen[str]]:
     """A process that has touched `mib` MiB and waits for the end of its standard input."""
@@ -40,16 +81,16 @@ def holder(mib: int, program: str = HOLD) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_descendants_are_counted_and_the_peak_outlives_them() -> None:
-    memory = ProcessMemory({os.getpid(): "driver"}, interval_s=0.01)
-    with memory:
-        before = memory.sample().total_bytes
-        with holder(40) as process:
-            during = memory.sample()
-            assert 40 * MIB <= during.total_bytes - before < 70 * MIB
-            assert during.role_counts == {"driver": 2}
-            assert process.poll() is None
-        after = memory.sample().total_bytes
-        assert after < before + 20 * MIB
+    with stepping("start", "end") as (pid, step), ProcessMemory({pid: "driver"}, interval_s=0.01) as memory:
+        before = memory.sample()
+        assert before.role_counts == {"driver": 1}
+        step()
+        during = memory.sample()
+        assert 40 * MIB <= during.total_bytes - before.total_bytes < 70 * MIB
+        assert during.role_counts == {"driver": 2}
+        step()
+        after = memory.sample()
+        assert after.total_bytes < before.total_bytes + 20 * MIB and after.role_counts == {"driver": 1}
     assert memory.peak_bytes >= during.total_bytes
     assert memory.peak_bytes == sum(memory.peak.role_bytes.values())
     assert memory.peak.exact
@@ -67,22 +108,20 @@ if os.fork() == 0:
     print("ready", flush=True)
 sys.stdin.read()
 """
-    memory = ProcessMemory({os.getpid(): "driver"})
-    before = memory.sample().total_bytes
-    with holder(60, share):
-        grown = memory.sample().total_bytes - before
-    assert 60 * MIB <= grown < 100 * MIB
+    with holder(60, share) as process:
+        found = ProcessMemory({process.pid: "driver"}).sample()
+    assert found.role_counts == {"driver": 2}
+    assert 60 * MIB <= found.total_bytes < 100 * MIB
 
 
 def test_reading_a_file_is_no_memory_of_a_process(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(bytes(50 * MIB))
-    memory = ProcessMemory({os.getpid(): "driver"})
-    before = memory.sample().total_bytes
-    with path.open("rb") as file:
-        while file.read(MIB):
-            pass
-    assert memory.sample().total_bytes - before < 10 * MIB
+    with stepping(str(path)) as (pid, step):
+        memory = ProcessMemory({pid: "driver"})
+        before = memory.sample().total_bytes
+        step()
+        assert before > 0 and memory.sample().total_bytes - before < 10 * MIB
 
 
 def test_a_watched_process_that_is_no_descendant_is_added_under_its_role() -> None:

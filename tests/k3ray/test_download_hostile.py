@@ -185,7 +185,7 @@ def test_an_index_of_very_many_shards_is_read_and_refused_in_time(tmp_path: Path
     path.write_text(json.dumps({"weight_map": shards}))
     shard_map = map_shards(read_index_file(path))
     assert len(shard_map.shards) == 60_000 and len(shard_map.by_layer) == 90
-    with pytest.raises(SelectionError, match="names 60000 shards, 60000 of which the repository does not have"):
+    with pytest.raises(SelectionError, match="names 60,000 shards, 60,000 of which the repository does not have"):
         all_shards(Listing("a/b", "c", {}), shard_map)
 
 
