@@ -93,8 +93,8 @@ def held_signals() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if len(held) == 1:
-            number, frame = held[0]
-            handlers[signal.Signals(number)](number, frame)
+            first, frame = held[0]
+            handlers[signal.Signals(first)](first, frame)
 
 
 def _set(number: signal.Signals, handler: Handler) -> None:
