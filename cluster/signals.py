@@ -71,11 +71,8 @@ def ignored_signals() -> Iterator[None]:
 def held_signals() -> Iterator[None]:
     """Holds Ctrl-C and requests to end until its end, for a few statements that must be done together or not at all.
 
-    A second one comes through at once. In other threads than the main one, which get none, nothing is held.
+    A second one comes through at once.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     found = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
     held: list[tuple[int, FrameType | None]] = []
@@ -86,12 +83,11 @@ def held_signals() -> Iterator[None]:
             handlers[signal.Signals(number)](number, frame)
 
     try:
-        for number in handlers:
-            signal.signal(number, hold)
-        yield
+        with kept_signals():
+            for number in handlers:
+                _set(number, hold)
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         if len(held) == 1:
             first, frame = held[0]
             handlers[signal.Signals(first)](first, frame)
